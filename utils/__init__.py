@@ -1,0 +1,1 @@
+"""What the three training scripts share; each module holds one topic."""
