@@ -1,0 +1,124 @@
+"""``nn.DataParallel``, on GPUs and, with its own algorithm, on the threads of a CPU."""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from utils.config import UsageError
+
+
+def wrap(
+    model: nn.Module, devices: list[torch.device], output_device: int | None
+) -> nn.DataParallel:
+    """Wrap ``model`` for several GPUs or, where the devices are a CPU, for its threads.
+
+    Args:
+        model: on ``devices[0]``.
+        devices: GPUs, or the CPU once for each replica (``runtime.select_devices``).
+        output_device: logical id of the GPU that gathers the outputs; None for the first.
+
+    Raises:
+        UsageError: devices or arguments that DataParallel cannot use.
+    """
+    kind = devices[0].type
+    if kind == "mps":
+        raise UsageError(
+            "DataParallel does not work on mps, which is one device: use train_single.py, or"
+            " --device cpu --replicas 2"
+        )
+    if kind == "cpu":
+        if output_device is not None:
+            raise UsageError("--output-device names a GPU, and there is none: drop it")
+        return CPUDataParallel(model, len(devices))
+    ids = [device.index for device in devices]
+    if output_device is not None and output_device not in ids:
+        raise UsageError(f"--output-device {output_device} is not one of the devices {ids}")
+    return nn.DataParallel(model, device_ids=ids, output_device=output_device)
+
+
+class CPUDataParallel(nn.DataParallel):
+    """DataParallel's own ``forward``, with CPU threads in the place of GPUs.
+
+    ``nn.DataParallel`` passes its input straight to the model where there is no GPU, and nothing
+    tells. This class replaces the four methods that its ``forward`` is made of, so that the
+    comparison runs anywhere. What differs from GPUs: the replicas share one memory and one random
+    generator (dropout is not reproducible), and the CPU's autograd runs the whole backward on the
+    calling thread, where CUDA has a thread per device.
+    """
+
+    def __init__(self, module: nn.Module, replicas: int) -> None:
+        # Not DataParallel.__init__, which takes the GPUs if there are any, and sets nothing if not.
+        nn.Module.__init__(self)
+        self.module = module
+        self.dim = 0
+        self.device_ids = list(range(replicas))
+        self.output_device = 0
+        self.src_device_obj = torch.device("cpu")
+        self.threads_each = max(1, torch.get_num_threads() // replicas)
+
+    def scatter(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]
+    ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+        """Cut tensors [B, ...] into at most ``len(device_ids)`` chunks, as on GPUs."""
+        chunked = [value.chunk(len(device_ids), self.dim) for value in inputs]
+        shares = list(zip(*chunked, strict=True))
+        return shares, [dict(kwargs or {}) for _ in shares]
+
+    def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
+        """Copy the module for each replica, so that gradients flow back to the one original.
+
+        As on GPUs, the first replica shares its memory with the module: what batch normalisation
+        notes there stays, what it notes in the others is lost.
+        """
+        return [_replica(module, share=i == 0) for i in device_ids]
+
+    def parallel_apply(
+        self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any
+    ) -> list[Any]:
+        """Run each replica in a thread of its own, as ``torch.nn.parallel.parallel_apply`` does."""
+        results: list[Any] = [None] * len(replicas)
+        grad = torch.is_grad_enabled()
+        amp, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+        def work(i: int) -> None:
+            try:
+                # Grad mode, autocast and thread count belong to the thread.
+                torch.set_num_threads(self.threads_each)
+                with torch.set_grad_enabled(grad), torch.autocast("cpu", dtype, enabled=amp):
+                    results[i] = replicas[i](*inputs[i], **kwargs[i])
+            except Exception as error:
+                results[i] = error
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(replicas))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return results
+
+    def gather(self, outputs: Sequence[Tensor], output_device: Any) -> Tensor:
+        """Join the outputs [B/n, ...] to one [B, ...]; its backward hands out the gradients."""
+        return torch.cat(list(outputs), self.dim)
+
+
+def _replica(module: nn.Module, share: bool) -> nn.Module:
+    replica = module._replicate_for_data_parallel()
+    for name, child in module._modules.items():
+        replica._modules[name] = None if child is None else _replica(child, share)
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            replica._parameters[name] = None
+        else:
+            # No longer a leaf: backward sums what arrives here into the original's grad.
+            copy = parameter.view_as(parameter) if share else parameter.clone()
+            setattr(replica, name, copy)
+    for name, buffer in module._buffers.items():
+        if buffer is not None and not share:
+            replica._buffers[name] = buffer.clone()
+    return replica

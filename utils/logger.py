@@ -1,0 +1,326 @@
+"""What a run tells: console, TensorBoard, metrics.jsonl, summary.json, status.json."""
+
+import contextlib
+import json
+import os
+import shlex
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from utils.checkpoint import Progress, weights_sha256
+from utils.metrics import Metrics
+from utils.run_dir import RunDir, write_json
+from utils.runtime import seconds_since_start
+
+WARMUP_STEPS = 5  # left out of images/s: caches fill, cuDNN and DDP's buckets settle
+
+HPARAMS = (
+    "technique",
+    "dataset",
+    "model",
+    "world_size",
+    "num_devices",
+    "batch_size",
+    "global_batch_size",
+    "lr",
+    "epochs",
+    "seed",
+    "amp",
+)
+
+
+class Logger:
+    """Report a run from the process that writes; in the others every call does nothing.
+
+    A context manager: when the training fails, ``status.json`` says so.
+
+    Args:
+        run_dir: where the files go.
+        technique: ``single``, ``dp`` or ``ddp``.
+        config: all flags, kept as ``args.json``.
+        model: the unwrapped model.
+        device: where it computes.
+        progress: where the run starts; what an earlier attempt logged beyond it is cut.
+        lr: the peak learning rate, scaled.
+        rank: of this process; rank 0 reports.
+        world_size: number of processes.
+        backend: of the process group, or None.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        technique: str,
+        config: dict[str, Any],
+        model: nn.Module,
+        device: torch.device,
+        progress: Progress,
+        lr: float,
+        rank: int = 0,
+        world_size: int = 1,
+        backend: str | None = None,
+    ) -> None:
+        self.path = run_dir.path
+        self.config = config
+        self.model = model
+        self.device = device
+        self.progress = progress
+        self.write = rank == 0
+        self.launch_id = run_dir.launch_id
+        self.lr = lr
+        self.first_step = progress.global_step
+        self.first_images = progress.images
+        self.facts = {
+            "script": f"train_{technique}.py",
+            "technique": technique,
+            "dataset": config["dataset"],
+            "model": config["model"],
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "world_size": world_size,
+            # batch_size is that of one device, which DP and DDP multiply alike.
+            "num_devices": progress.global_batch_size
+            // (config["batch_size"] * config["grad_accum_steps"]),
+            "device": device.type,
+            "backend": backend,
+            "threads": torch.get_num_threads(),
+            "batch_size": config["batch_size"],
+            "global_batch_size": progress.global_batch_size,
+            "seed": config["seed"],
+            "amp": config["amp"],
+            "torch_version": str(torch.__version__),
+            "resumed_from": progress.global_step if run_dir.resume and progress.images else None,
+        }
+        self.bar: tqdm | None = None
+        self.tensorboard: Any = None
+        self.startup_seconds: float | None = None
+        self.train_seconds = self.timed_seconds = 0.0
+        self.timed_steps = 0
+        self.epoch_start = time.perf_counter()
+
+    def __enter__(self) -> "Logger":
+        if self.write:
+            flags = {key: value for key, value in self.config.items() if key != "argv"}
+            write_json(self.path / "args.json", flags)
+            self.write_status("running")
+            self._cut_metrics()
+            self._print_header()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if self.write and error is not None:
+            # A full disk, the likeliest failure, leaves no room for a word about it either.
+            with contextlib.suppress(OSError):
+                reason = (str(error).splitlines() or [""])[0]
+                self.write_status("failed", reason=f"{type(error).__name__}: {reason}")
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+
+    def track(self, loader: DataLoader) -> Iterator[Any]:
+        """Yield the loader's batches, with a progress bar, timing the steps in between."""
+        self.epoch_start = clock_start = time.perf_counter()
+        first_timed = self.progress.global_step if self._steps() >= WARMUP_STEPS else None
+        # tqdm's None: no bar where stderr is a file, which would fill up with its frames.
+        hidden = None if self.write and self.config["progress"] else True
+        title = f"epoch {self.progress.epoch + 1}/{self.config['epochs']}"
+        with tqdm(
+            loader, title, leave=False, dynamic_ncols=True, unit="batch", disable=hidden
+        ) as self.bar:
+            try:
+                for batch in self.bar:
+                    yield batch
+                    if self.startup_seconds is None and self._steps() > 0:
+                        self._synchronize()
+                        self.startup_seconds = seconds_since_start()
+                    if first_timed is None and self._steps() >= WARMUP_STEPS:
+                        self._synchronize()
+                        clock_start, first_timed = time.perf_counter(), self.progress.global_step
+            finally:
+                self._synchronize()
+                now = time.perf_counter()
+                self.train_seconds += now - self.epoch_start
+                if first_timed is not None:
+                    self.timed_seconds += now - clock_start
+                    self.timed_steps += self.progress.global_step - first_timed
+
+    def log_step(self, metrics: Metrics, lr: float) -> None:
+        """Show the epoch so far every ``--log-every`` steps: only then is the device waited for."""
+        if self.write and self.progress.global_step % self.config["log_every"] == 0:
+            loss, accuracy = metrics.loss, metrics.accuracy
+            if self.bar is not None:
+                self.bar.set_postfix(loss=f"{loss:.4f}", accuracy=f"{accuracy:.2%}", refresh=False)
+            self._scalars({"step/loss": loss, "step/accuracy": accuracy, "step/learning_rate": lr})
+
+    def log_epoch(self, train: Metrics, test: Metrics, lr: float) -> None:
+        """Report a finished epoch from the metrics of all ranks; call it before ``next_epoch``."""
+        if not self.write:
+            return
+        row = {
+            "epoch": self.progress.epoch + 1,
+            "images": self.progress.images,
+            "global_step": self.progress.global_step,
+            "learning_rate": lr,
+            "train_loss": train.loss,
+            "train_accuracy": train.accuracy,
+            "test_loss": test.loss,
+            "test_accuracy": test.accuracy,
+            "test_correct": test.correct,
+            "test_count": test.count,
+            "images_per_second": self.images_per_second(),
+            "seconds": time.perf_counter() - self.epoch_start,
+        }
+        with open(self.path / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(
+            f"{row['epoch']:>5}  {train.loss:>10.4f}  {train.accuracy:>9.2%}  {test.loss:>9.4f}"
+            f"  {test.accuracy:>8.2%}  {row['images_per_second'] or 0:>8,.0f}"
+            f"  {row['seconds']:>6.1f}s",
+            flush=True,
+        )
+        self._scalars(
+            {
+                "train/loss": train.loss,
+                "train/accuracy": train.accuracy,
+                "test/loss": test.loss,
+                "test/accuracy": test.accuracy,
+                "train/images_per_second": row["images_per_second"],
+            }
+        )
+
+    def stopped(self, signal_name: str) -> None:
+        """Record that the run was asked to stop and how to continue it."""
+        if self.write:
+            self.write_status("stopped", signal=signal_name)
+            print(
+                f"stopped by {signal_name} at step {self.progress.global_step}; continue with:"
+                f" {self.continue_command()}",
+                flush=True,
+            )
+
+    def complete(self, peak_memory_bytes: list[int]) -> None:
+        """Write ``summary.json`` and say where it is; one number of bytes per rank."""
+        if not self.write:
+            return
+        test = Metrics(self.device, self.progress.test_sums)
+        summary = self.facts | {
+            "epochs": self.progress.epoch,
+            "global_step": self.progress.global_step,
+            "test_correct": test.correct,
+            "test_count": test.count,
+            "test_accuracy": test.accuracy,
+            "test_loss": test.loss,
+            "train_images_per_second": self.images_per_second(),
+            "startup_seconds": self.startup_seconds,
+            "train_seconds": self.train_seconds,
+            "total_seconds": seconds_since_start(),
+            "peak_memory_bytes": peak_memory_bytes,
+            "weights_sha256": weights_sha256(self.model),
+        }
+        write_json(self.path / "summary.json", summary)
+        self._hparams(summary)
+        self.write_status("complete")
+        print(
+            f"test accuracy {test.accuracy:.2%} ({test.correct:,} of {test.count:,}) after"
+            f" {summary['total_seconds']:.1f} s; see {self.path}/summary.json",
+            flush=True,
+        )
+
+    def images_per_second(self) -> float | None:
+        """Return the speed over all devices since the warm-up steps, or None before their end."""
+        if not self.timed_steps:
+            return None
+        return self.timed_steps * self.facts["global_batch_size"] / self.timed_seconds
+
+    def continue_command(self) -> str:
+        """Return the command that goes on with this run."""
+        arguments, skip = [], False
+        for argument in self.config["argv"]:
+            if not skip and argument != "--resume" and not argument.startswith("--run-dir"):
+                arguments.append(argument)
+            skip = argument == "--run-dir"
+        launcher = "torchrun ..." if "TORCHELASTIC_RUN_ID" in os.environ else "python"
+        own = ["--run-dir", str(self.path), "--resume"]
+        return f"{launcher} {self.facts['script']} {shlex.join([*arguments, *own])}"
+
+    def write_status(self, state: str, **details: Any) -> None:
+        """Replace ``status.json``: ``running``, ``stopped``, ``failed`` or ``complete``."""
+        status = {
+            "state": state,
+            **details,
+            "technique": self.facts["technique"],
+            "epoch": self.progress.epoch,
+            "global_step": self.progress.global_step,
+            "launch_id": self.launch_id,
+        }
+        if state != "complete":
+            status["continue"] = self.continue_command()
+        write_json(self.path / "status.json", status)
+
+    def _steps(self) -> int:
+        return self.progress.global_step - self.first_step
+
+    def _synchronize(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+    def _print_header(self) -> None:
+        facts = self.facts
+        where = facts["device"]
+        if facts["num_devices"] > 1:
+            where = f"{facts['num_devices']} x {where}"
+        if facts["device"] == "cpu":
+            where += f", {facts['threads']} threads" + (" each" if facts["world_size"] > 1 else "")
+        print(
+            f"{facts['technique']}: {facts['model']} ({facts['parameters']:,} parameters) on"
+            f" {facts['dataset']}, {where}\n"
+            f"batch {facts['batch_size']} per device, {facts['global_batch_size']} in all; learning"
+            f" rate {self.lr:.4g} at the peak; seed {facts['seed']}\n"
+            f"run directory {self.path}"
+            + (f", resumed at step {self.first_step}" if facts["resumed_from"] else "")
+            + f"\n{'epoch':>5}  {'train loss':>10}  {'train acc':>9}  {'test loss':>9}"
+            f"  {'test acc':>8}  {'images/s':>8}  {'time':>7}",
+            flush=True,
+        )
+
+    def _cut_metrics(self) -> None:
+        """Drop what an earlier attempt logged beyond the checkpoint that this one starts from."""
+        path = self.path / "metrics.jsonl"
+        if path.exists():
+            lines = path.read_text().splitlines(keepends=True)
+            keep = [line for line in lines if json.loads(line)["epoch"] <= self.progress.epoch]
+            path.write_text("".join(keep))
+
+    def _writer(self) -> Any:
+        """Open TensorBoard when there is something to write: its import can wait until then."""
+        if self.tensorboard is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # Events beyond the checkpoint that the run starts from are to be forgotten.
+            self.tensorboard = SummaryWriter(str(self.path), purge_step=self.first_images + 1)
+        return self.tensorboard
+
+    def _scalars(self, values: dict[str, float | None]) -> None:
+        if self.config["tensorboard"]:
+            for tag, value in values.items():
+                if value is not None:
+                    self._writer().add_scalar(tag, value, self.progress.images)
+
+    def _hparams(self, summary: dict[str, Any]) -> None:
+        if not self.config["tensorboard"]:
+            return
+        from torch.utils.tensorboard.summary import hparams
+
+        chosen = {key: summary.get(key, self.config.get(key)) for key in HPARAMS}
+        result = {f"hparam/{key}": summary[key] for key in ("test_accuracy", "test_loss")}
+        # Not add_hparams: it makes a second run below this one.
+        for part in hparams(chosen, result):
+            self._writer().file_writer.add_summary(part)
+        self._scalars(result)

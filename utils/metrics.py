@@ -1,0 +1,61 @@
+"""Exact loss and accuracy over any number of processes."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Metrics:
+    """Sums of loss, correct answers and samples, kept on the device.
+
+    Averages of averages are wrong as soon as two processes hold different numbers of samples, so
+    numerator and denominator travel together and are divided last. Nothing here waits for the
+    device until a number is read.
+    """
+
+    def __init__(self, device: torch.device, sums: list[float] | None = None) -> None:
+        # In float32 a count stops growing at 2**24; mps has no float64.
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.sums = torch.tensor(sums or [0.0, 0.0, 0.0], dtype=dtype, device=device)
+
+    @torch.no_grad()
+    def update(self, logits: Tensor, labels: Tensor, mean_loss: Tensor | None = None) -> None:
+        """Add a batch: logits [B, C], labels [B], and its mean loss (cross-entropy if absent)."""
+        if mean_loss is None:
+            mean_loss = F.cross_entropy(logits, labels)
+        correct = (logits.argmax(1) == labels).sum()
+        batch = torch.stack([mean_loss.double() * len(labels), correct.double()])
+        self.sums[:2] += batch.to(self.sums)
+        self.sums[2] += len(labels)
+
+    def all_reduce(self) -> "Metrics":
+        """Return the sums over all ranks. Collective; ``self`` keeps those of this rank."""
+        total = Metrics(self.sums.device)
+        total.sums.copy_(self.sums)
+        dist.all_reduce(total.sums)
+        return total
+
+    def state(self) -> list[float]:
+        """Return loss sum, correct and count as Python numbers (waits for the device)."""
+        return self.sums.tolist()
+
+    @property
+    def count(self) -> int:
+        return int(self.state()[2])
+
+    @property
+    def correct(self) -> int:
+        return int(self.state()[1])
+
+    @property
+    def loss(self) -> float:
+        """Mean loss per sample; nan where nothing was counted."""
+        total, _, count = self.state()
+        return total / count if count else float("nan")
+
+    @property
+    def accuracy(self) -> float:
+        """Share of correct answers, 0 to 1; nan where nothing was counted."""
+        _, correct, count = self.state()
+        return correct / count if count else float("nan")

@@ -1,0 +1,173 @@
+"""The process: its device, threads, seeds and precision, and how it ends."""
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from utils.config import UsageError
+
+
+def select_devices(
+    kind: str, ids: list[int] | None = None, replicas: int | None = None
+) -> list[torch.device]:
+    """Return the devices to use, in the order of ``ids``; all of that kind where it is None.
+
+    Args:
+        kind: ``auto``, ``cpu``, ``cuda``, ``mps`` or ``xpu``.
+        ids: logical device ids, counted after ``CUDA_VISIBLE_DEVICES``.
+        replicas: how often to name the CPU, which DataParallel takes for so many devices.
+
+    Raises:
+        UsageError: a device that is not there.
+    """
+    # A CUDA build names cuda as its accelerator on a machine without a GPU, too.
+    available = torch.accelerator.is_available() and torch.accelerator.current_accelerator()
+    found = available.type if available else "cpu"
+    if kind not in ("auto", "cpu", found):
+        raise UsageError(f"--device {kind}: this machine (with this torch) offers {found} only")
+    kind = found if kind == "auto" else kind
+    if kind == "cpu":
+        if ids:
+            raise UsageError(f"--devices {','.join(map(str, ids))}: there is no GPU here, drop it")
+        return [torch.device("cpu")] * (1 if replicas is None else replicas)
+    if replicas is not None:
+        raise UsageError(f"--replicas is for the CPU: choose {kind} devices with --devices")
+    count = torch.accelerator.device_count()
+    for index in ids or ():
+        if index >= count:
+            raise UsageError(
+                f"--devices {index}: there are {count} {kind} devices, numbered from 0"
+                " (after CUDA_VISIBLE_DEVICES)"
+            )
+    return [torch.device(kind, index) for index in ids or range(count)]
+
+
+def setup_device(device: torch.device, threads: int | None, processes: int = 1) -> None:
+    """Make ``device`` the current one and bound this process's CPU threads.
+
+    Torch would take every core in each process, and torchrun 1 (``OMP_NUM_THREADS``, which cannot
+    be told from a user's wish): the cores are shared out here instead.
+
+    Args:
+        device: as ``select_devices`` returns it.
+        threads: CPU threads, or None for an equal share.
+        processes: how many processes of this job share the machine.
+    """
+    torch.set_num_threads(threads or max(1, usable_cores() // processes))
+    if device.type in ("cuda", "xpu"):
+        # Before anything is allocated, or each rank would also open a context on device 0.
+        torch.get_device_module(device).set_device(device.index)
+
+
+def usable_cores() -> int:
+    """Count the cores that this process may use: its affinity, bounded by its cgroup's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or "max"
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores or 1, max(1, int(quota) // int(period)))
+    return cores or 1
+
+
+def setup_seed(seed: int, deterministic: bool = False) -> None:
+    """Seed all generators, and with ``deterministic`` refuse operations that are not."""
+    torch.manual_seed(seed)
+    if deterministic:
+        # cuBLAS reads this when it starts, which is later.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def seed_step(device: torch.device, seed: int, rank: int, images: int) -> None:
+    """Seed the generators for one optimizer step from where it stands in training.
+
+    So ranks draw different dropout and shifts, and a resumed run draws what the undisturbed one
+    would have, although no generator's state is stored.
+    """
+    # The CPU's generator takes 32 bits of a seed and no more.
+    value = zlib.crc32(f"{seed}/{rank}/{images}".encode())
+    # ``torch.manual_seed`` would visit every backend, 25 times as long.
+    torch.default_generator.manual_seed(value)
+    if device.type in ("cuda", "xpu"):
+        for index, generator in enumerate(torch.get_device_module(device).default_generators):
+            generator.manual_seed(value + index)  # DataParallel's replicas draw on each device
+    elif device.type == "mps":
+        torch.mps.manual_seed(value)
+
+
+class Precision:
+    """Mixed precision: what a forward runs under, and the loss scaling that fp16 needs.
+
+    Both parts do nothing when they are off, so that the batch loop needs no branch.
+    """
+
+    def __init__(self, device: torch.device, amp: str) -> None:
+        dtype = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[amp]
+        self.device_type = device.type
+        self.dtype = dtype
+        self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device_type, self.dtype, enabled=self.dtype is not None)
+
+
+def seconds_since_start() -> float:
+    """Return the age of this process in seconds, the interpreter's start included."""
+    with contextlib.suppress(OSError):
+        # Field 22 of proc(5)'s stat, counted from behind the command's closing bracket.
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.perf_counter() - _IMPORTED
+
+
+_IMPORTED = time.perf_counter()
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes ever in use: of the GPU by this process, or of this process."""
+    if device.type in ("cuda", "xpu"):
+        return torch.get_device_module(device).max_memory_allocated(device)
+    import resource
+
+    # Kilobytes on Linux, bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def guard(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Call ``run(args)`` and return the exit status; what a person can mend gets one line.
+
+    An exception that carries an ``exit_status`` is a message for the user; any other is a bug and
+    keeps its traceback.
+    """
+    name = Path(sys.argv[0]).name
+    try:
+        return run(args)
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 130
+    except torch.OutOfMemoryError as error:
+        print(
+            f"{name}: error: out of device memory ({str(error).splitlines()[0]}): lower"
+            " --batch-size, or raise --grad-accum-steps to keep the global batch",
+            file=sys.stderr,
+        )
+        return 1
+    except Exception as error:
+        status = getattr(error, "exit_status", None)
+        if status is None:
+            raise
+        if getattr(error, "told_by_main", False) and os.environ.get("RANK", "0") != "0":
+            return status  # rank 0 says it
+        if status == 0:
+            print(error)
+        else:
+            print(f"{name}: error: {error}", file=sys.stderr)
+        return status
