@@ -1,0 +1,80 @@
+"""The lesson of this collection is the diff of its scripts: it has to stay small and explained."""
+
+import ast
+import difflib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LIMITS = {"dp": (8, 8), "ddp": (15, 40)}  # code lines removed, added
+
+
+def code_lines(source: str) -> list[tuple[int, str]]:
+    """Return (line number, line) of what is neither import, docstring, comment nor blank."""
+    skipped: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        body = getattr(node, "body", None)
+        first = body[0] if isinstance(body, list) and body else None
+        is_docstring = (
+            isinstance(first, ast.Expr)
+            and isinstance(first.value, ast.Constant)
+            and isinstance(first.value.value, str)
+        )
+        for part in [first] if is_docstring else []:
+            skipped.update(range(part.lineno, part.end_lineno + 1))
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            skipped.update(range(node.lineno, node.end_lineno + 1))
+    return [
+        (number, line)
+        for number, line in enumerate(source.splitlines(), start=1)
+        if number not in skipped and line.strip() and not line.strip().startswith("#")
+    ]
+
+
+def hunks(technique: str) -> tuple[list[list[str]], list[list[tuple[int, str]]]]:
+    """Return the removed and the added code lines of each hunk against train_single.py."""
+    old = code_lines((ROOT / "train_single.py").read_text())
+    new = code_lines((ROOT / f"train_{technique}.py").read_text())
+    matcher = difflib.SequenceMatcher(
+        None, [line for _, line in old], [line for _, line in new], autojunk=False
+    )
+    changes = [change for change in matcher.get_opcodes() if change[0] != "equal"]
+    removed = [[line for _, line in old[i1:i2]] for _, i1, i2, _, _ in changes]
+    added = [new[j1:j2] for _, _, _, j1, j2 in changes]
+    return removed, added
+
+
+@pytest.mark.parametrize("technique", LIMITS)
+def test_a_technique_adds_few_lines(technique: str) -> None:
+    removed, added = hunks(technique)
+    counts = sum(map(len, removed)), sum(map(len, added))
+    assert removed, "the scripts do not differ: is this test comparing the right files?"
+    assert counts[0] <= LIMITS[technique][0], f"removed {counts[0]}: {removed}"
+    assert counts[1] <= LIMITS[technique][1], f"added {counts[1]}: {added}"
+
+
+@pytest.mark.parametrize("technique", LIMITS)
+def test_every_hunk_says_why(technique: str) -> None:
+    lines = (ROOT / f"train_{technique}.py").read_text().splitlines()
+    marker = f"# {technique.upper()}: "
+    for removed, added in zip(*hunks(technique), strict=True):
+        assert added, f"only removes {removed}: nothing is left to carry the reason"
+        above = added[0][0] - 2  # index of the line over the first added one
+        while above >= 0 and lines[above].strip().startswith("#"):
+            if lines[above].strip().startswith(marker):
+                break
+            above -= 1
+        assert lines[above].strip().startswith(marker), f"no {marker!r} above {added[0]}"
+
+
+@pytest.mark.parametrize("technique", LIMITS)
+def test_no_comment_of_the_baseline_is_lost(technique: str) -> None:
+    text = (ROOT / f"train_{technique}.py").read_text()
+    for line in (ROOT / "train_single.py").read_text().splitlines():
+        if line.strip().startswith("#"):
+            assert line in text
+
+
+def test_the_baseline_knows_nothing_of_the_others() -> None:
+    assert "# D" not in (ROOT / "train_single.py").read_text()
