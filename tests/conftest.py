@@ -1,0 +1,55 @@
+"""Fixtures: data without a network, a folder for runs, and proof that nothing is left behind."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+import data  # noqa: E402
+from tests.processes import stray_processes  # noqa: E402
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="the slow tests, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    if not config.getoption("--all"):
+        # Left out rather than skipped: a skip is a test that this machine cannot run.
+        slow = [item for item in items if "slow" in item.keywords]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if "slow" not in item.keywords]
+
+
+@pytest.fixture(scope="session")
+def synthetic_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder in which the synthetic set is prepared."""
+    folder = tmp_path_factory.mktemp("data")
+    data.prepare("synthetic", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def mnist_dir() -> Path:
+    """The folder with the real MNIST, where MNIST_ROOT names one."""
+    root = os.environ.get("MNIST_ROOT")
+    if not root:
+        pytest.skip("needs the real MNIST: set MNIST_ROOT to a folder in torchvision's layout")
+    return Path(root)
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves a process of this project running."""
+    yield
+    strays = stray_processes()
+    assert not strays, f"left running: {strays}"
