@@ -1,0 +1,221 @@
+"""The batch loop: accumulation, clipping, scaling, schedule, randomness."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import data
+from utils import engine, optim, runtime
+from utils.checkpoint import Progress
+from utils.metrics import Metrics
+
+CPU = torch.device("cpu")
+Batch = tuple[Tensor, Tensor]
+
+
+def batches(count: int, size: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        (
+            torch.randint(256, (size, 28, 28), generator=generator, dtype=torch.uint8),
+            torch.randint(10, (size,), generator=generator),
+        )
+        for _ in range(count)
+    ]
+
+
+def train(
+    model: nn.Module,
+    loader: list[Batch],
+    *,
+    lr: float = 0.1,
+    amp: str = "off",
+    accumulate: int = 1,
+    **options: object,
+) -> tuple[Metrics, Progress, optim.Schedule, runtime.Precision]:
+    optimizer = optim.build_optimizer(model, lr, 0.0, 0.0)
+    schedule = optim.Schedule(optimizer, 1000, 1, 0)
+    precision = runtime.Precision(CPU, amp)
+    progress = Progress(1000, len(loader[0][1]) * accumulate)
+    metrics = engine.train_one_epoch(
+        model,
+        loader,
+        data.Preparation(CPU, "mnist"),
+        optimizer,
+        schedule,
+        precision,
+        progress,
+        grad_accum_steps=accumulate,
+        **options,  # type: ignore[arg-type]
+    )
+    return metrics, progress, schedule, precision
+
+
+def linear() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+
+
+def test_accumulation_is_the_larger_batch() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        small, large = linear(), linear()
+        parts = batches(4, 6)
+        train(small, parts, accumulate=2)
+        whole = [tuple(torch.cat(p) for p in zip(*parts[i : i + 2])) for i in (0, 2)]  # noqa: B905
+        train(large, whole)  # type: ignore[arg-type]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(small.parameters(), large.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_no_sync_holds_the_forward_and_backward_of_all_but_the_last() -> None:
+    events: list[str] = []
+
+    class Spy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = linear()
+            self.inner[1].weight.register_post_accumulate_grad_hook(
+                lambda _: events.append("backward")
+            )
+
+        def forward(self, images: Tensor) -> Tensor:
+            events.append("forward")
+            return self.inner(images)
+
+    @contextmanager
+    def no_sync() -> Iterator[None]:
+        events.append("(")
+        yield
+        events.append(")")
+
+    _, progress, _, _ = train(Spy(), batches(6, 4), accumulate=3, no_sync=no_sync)
+    micro = ["(", "forward", "backward", ")"]
+    assert events == [*micro, *micro, "forward", "backward"] * 2
+    assert (progress.global_step, progress.samples) == (2, 24)
+
+
+def test_clipping_bounds_the_true_gradient() -> None:
+    """With fp16 the gradient is scaled by 65,536 until it is unscaled, then clipped."""
+    for amp in ("off", "fp16"):
+        model = linear()
+        before = [p.detach().clone() for p in model.parameters()]
+        train(model, batches(1, 8), lr=1.0, amp=amp, max_grad_norm=0.01)
+        moved = [p.detach() - b for p, b in zip(model.parameters(), before, strict=True)]
+        norm = torch.cat([m.flatten() for m in moved]).norm()
+        assert float(norm) == pytest.approx(0.01, rel=1e-2), amp
+
+
+def test_an_overflow_in_fp16_skips_the_step_and_lowers_the_scale() -> None:
+    model = linear()
+    before = model[1].weight.detach().clone()  # type: ignore[index]
+    model[1].weight.register_hook(lambda g: g * float("inf"))  # type: ignore[index]
+    *_, precision = train(model, batches(1, 4), amp="fp16")
+    assert torch.equal(model[1].weight, before)  # type: ignore[index]
+    assert precision.scaler.get_scale() == 65536.0 / 2
+
+
+def test_bf16_computes_in_bf16_and_keeps_the_weights() -> None:
+    model, seen = linear(), []
+    model[1].register_forward_hook(lambda m, i, o: seen.append(o.dtype))  # type: ignore[index]
+    train(model, batches(1, 4), amp="bf16")
+    assert seen == [torch.bfloat16]
+    assert model[1].weight.dtype == torch.float32  # type: ignore[index]
+
+
+def test_the_schedule_is_set_for_each_optimizer_step() -> None:
+    seen: list[float] = []
+
+    class Spy(optim.Schedule):
+        def set(self, images: int) -> None:
+            super().set(images)
+            seen.append(images)
+
+    original, optim.Schedule = optim.Schedule, Spy  # type: ignore[misc]
+    try:
+        train(linear(), batches(6, 5), accumulate=2)
+    finally:
+        optim.Schedule = original  # type: ignore[misc]
+    assert seen == [0, 10, 20]
+
+
+def test_random_numbers_come_from_seed_rank_and_position() -> None:
+    def draws(**options: object) -> list[float]:
+        drawn: list[float] = []
+        model = linear()
+        model.register_forward_pre_hook(lambda m, i: drawn.append(float(torch.rand(1))))
+        train(model, batches(3, 4), **options)
+        return drawn
+
+    first = draws()
+    assert draws() == first
+    assert len(set(first)) == 3, "each step draws its own numbers"
+    assert not set(draws(rank=1)) & set(first), "ranks draw different numbers"
+    assert not set(draws(seed=1)) & set(first)
+
+
+def test_after_step_can_end_the_epoch() -> None:
+    metrics, progress, _, _ = train(
+        linear(), batches(5, 4), after_step=lambda metrics: metrics.count >= 8
+    )
+    assert progress.global_step == 2
+    assert metrics.count == 8
+
+
+def test_evaluation_leaves_the_model_as_it_is() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(784), nn.Linear(784, 10))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    loader = batches(3, 7)
+    metrics = engine.evaluate(
+        model, loader, data.Preparation(CPU, "mnist"), runtime.Precision(CPU, "off")
+    )
+    assert metrics.count == 21
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_sums_are_exact_whatever_the_batches() -> None:
+    model = linear()
+    images = torch.cat([i for i, _ in batches(5, 8)])
+    labels = torch.cat([y for _, y in batches(5, 8)])
+    results = []
+    for size in (1, 7, 40):
+        parts = list(zip(images.split(size), labels.split(size), strict=True))
+        metrics = engine.evaluate(
+            model, parts, data.Preparation(CPU, "mnist"), runtime.Precision(CPU, "off")
+        )
+        results.append((metrics.correct, metrics.count, pytest.approx(metrics.loss, rel=1e-5)))
+    assert results[0] == results[1] == results[2]
+
+
+def test_nothing_counted_is_not_a_number() -> None:
+    metrics = Metrics(CPU)
+    assert metrics.count == 0
+    assert metrics.loss != metrics.loss
+    assert metrics.accuracy != metrics.accuracy
+
+
+def test_learning_rate_scaling() -> None:
+    assert optim.scale_lr(0.1, "none", 512, 64) == 0.1
+    assert optim.scale_lr(0.1, "linear", 512, 64) == pytest.approx(0.8)
+    assert optim.scale_lr(0.1, "sqrt", 256, 64) == pytest.approx(0.2)
+
+
+def test_the_schedule_warms_up_and_ends_at_zero() -> None:
+    optimizer = torch.optim.SGD(linear().parameters(), lr=2.0)
+    schedule = optim.Schedule(optimizer, epoch_size=1000, epochs=5, warmup_epochs=1)
+    factors = [schedule.factor(images) for images in range(0, 5001, 50)]
+    assert factors[0] == optim.WARMUP_START
+    assert schedule.factor(1000) == 1.0
+    assert factors[-1] == pytest.approx(0, abs=1e-9)
+    peak = factors.index(max(factors))
+    assert factors[: peak + 1] == sorted(factors[: peak + 1])
+    assert factors[peak:] == sorted(factors[peak:], reverse=True)
+    schedule.set(3000)
+    assert schedule.lr == pytest.approx(1.0)
+    short = optim.Schedule(optimizer, epoch_size=1000, epochs=1, warmup_epochs=1)
+    assert short.warmup_images == 300
