@@ -5,6 +5,7 @@ memory, so that any number of ranks on a node share a single copy of the images.
 """
 
 import contextlib
+import errno
 import fcntl
 import gzip
 import hashlib
@@ -279,6 +280,9 @@ def _writable_folder(folder: Path) -> Path:
     for candidate in (folder, cache / folder.name):
         try:
             candidate.mkdir(parents=True, exist_ok=True)
+            # Root may write anywhere; a folder without a write bit is meant to stay as it is.
+            if not candidate.stat().st_mode & 0o222:
+                raise PermissionError(errno.EACCES, "read-only")
             with tempfile.TemporaryFile(dir=candidate):
                 return candidate
         except OSError as error:
@@ -392,6 +396,8 @@ def read_raw(name: str, folder: Path) -> list[Tensor]:
         values = torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=len(expected))
         if not is_images and values.max() >= NUM_CLASSES:
             raise _damaged(path, f"has a label of {int(values.max())}, not 0 to 9")
+        if not is_images and not sha256 and values.bincount().ne(count // NUM_CLASSES).any():
+            raise _damaged(path, f"has not {count // NUM_CLASSES} of class 0 to 9 each")
         parts.append(values.view(shape))
     return parts
 

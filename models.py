@@ -16,22 +16,28 @@ class ModelError(Exception):
 
 
 class ConvNet(nn.Module):
-    """Two convolutions with batch normalisation, 44,000 parameters: small and quick on a CPU."""
+    """Three convolutions with batch normalisation, 65,000 parameters: small and quick on a CPU."""
 
     def __init__(self) -> None:
         super().__init__()
-        # Folding 2 x 2 pixels into channels keeps every pixel and quarters the work that follows.
-        self.unshuffle = nn.PixelUnshuffle(2)
-        self.conv1 = nn.Conv2d(4, 32, 3, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(32)
-        self.conv2 = nn.Conv2d(32, 64, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(64)
-        self.classify = nn.Linear(64 * 7 * 7, 10)
+        self.features = nn.Sequential(
+            # Folding 2 x 2 pixels into channels loses none and quarters the work that follows.
+            nn.PixelUnshuffle(2),  # [B, 4, 14, 14]
+            *_convolution(4, 32),  # [B, 32, 12, 12]
+            *_convolution(32, 48),  # [B, 48, 10, 10]
+            nn.MaxPool2d(2),  # [B, 48, 5, 5]
+            *_convolution(48, 96),  # [B, 96, 3, 3]
+        )
+        self.classifier = nn.Linear(96 * 3 * 3, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        x = F.relu(self.norm1(self.conv1(self.unshuffle(images))))
-        x = F.relu(self.norm2(self.conv2(x)))
-        return self.classify(F.max_pool2d(x, 2).flatten(1))
+        return self.classifier(self.features(images).flatten(1))
+
+
+def _convolution(channels_in: int, channels_out: int) -> tuple[nn.Module, ...]:
+    # The normalisation that follows would subtract a bias again.
+    convolution = nn.Conv2d(channels_in, channels_out, 3, bias=False)
+    return convolution, nn.BatchNorm2d(channels_out), nn.ReLU()
 
 
 class Basic(nn.Module):

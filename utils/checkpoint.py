@@ -104,6 +104,7 @@ class Checkpointer:
         self.every = every
         self.write = write
         self.read = read
+        self.saved_step: int | None = None  # of last.pt, once this process has written it
 
     def due(self, progress: Progress) -> bool:
         """Tell whether ``every`` asks for a checkpoint after this step."""
@@ -137,7 +138,8 @@ class Checkpointer:
             write_durably(temporary, content.getbuffer())
             if self.keep > 1 and last.exists():
                 # A second name for the file, not a move: last.pt is there at every moment.
-                kept = self.folder / f"step-{_step_of(last):08d}.pt"
+                step = self.saved_step if self.saved_step is not None else _step_of(last)
+                kept = self.folder / f"step-{step:08d}.pt"
                 kept.unlink(missing_ok=True)
                 os.link(last, kept)
             os.replace(temporary, last)
@@ -145,6 +147,7 @@ class Checkpointer:
             older = sorted(self.folder.glob("step-*.pt"), reverse=True)
             for path in older[self.keep - 1 :]:
                 path.unlink()
+            self.saved_step = progress.global_step
         except OSError as error:
             raise CheckpointError(
                 f"cannot save a checkpoint in {self.folder}: {error.strerror}; the one before is"

@@ -111,9 +111,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         help="how the learning rate follows the global batch",
     )
     group.add_argument("--momentum", type=number(float, least=0), default=0.9)
-    group.add_argument("--weight-decay", type=SHARE, default=1e-4)
+    group.add_argument("--weight-decay", type=SHARE, default=5e-4)
     group.add_argument("--label-smoothing", type=SHARE, default=0.05)
-    group.add_argument("--warmup-epochs", type=SHARE, default=0.3)
+    group.add_argument("--warmup-epochs", type=SHARE, default=1.0)
     group.add_argument("--grad-accum-steps", type=SIZE, default=1, help="micro-steps per step")
     group.add_argument("--max-grad-norm", type=POSITIVE, help="clip the gradient's norm to this")
 
@@ -137,7 +137,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--init-weights", metavar="FILE", help="start from a checkpoint's weights")
     group.add_argument("--save-every-steps", type=SIZE, help="also save within epochs")
-    group.add_argument("--keep", type=SIZE, default=1, help="how many checkpoints to keep")
+    group.add_argument("--keep", type=SIZE, default=2, help="how many checkpoints to keep")
     group.add_argument("--log-every", type=SIZE, default=50, help="steps")
     group.add_argument("--no-tensorboard", dest="tensorboard", action="store_false")
     group.add_argument("--no-progress", dest="progress", action="store_false")

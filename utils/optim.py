@@ -5,6 +5,9 @@ import math
 import torch
 from torch import nn
 
+WARMUP_START = 0.1  # share of the peak at the first step
+LONGEST_WARMUP = 0.3  # share of the training; a single epoch of warm-up would leave nothing of one
+
 
 def scale_lr(lr: float, rule: str, global_batch_size: int, reference: int) -> float:
     """Return the learning rate for a global batch, given the one for the reference batch.
@@ -31,7 +34,7 @@ def build_optimizer(
 
 
 class Schedule:
-    """Linear warm-up, then a straight line to zero, as a function of images seen.
+    """Linear warm-up, then half a cosine to zero, as a function of images seen.
 
     Not one of ``torch.optim.lr_scheduler``: those count steps, whose number and size change with
     the world size, and ``OneCycleLR`` refuses to go on when its ``total_steps`` changed. A pure
@@ -41,7 +44,7 @@ class Schedule:
         optimizer: its learning rates are taken as the peak.
         epoch_size: samples in the training set.
         epochs: length of the training.
-        warmup_epochs: length of the warm-up, bounded to 30 % of the whole.
+        warmup_epochs: length of the warm-up, bounded to ``LONGEST_WARMUP`` of the whole.
     """
 
     def __init__(
@@ -54,14 +57,14 @@ class Schedule:
         self.optimizer = optimizer
         self.peaks = [group["lr"] for group in optimizer.param_groups]
         self.total_images = epochs * epoch_size
-        self.warmup_images = min(warmup_epochs, 0.3 * epochs) * epoch_size
+        self.warmup_images = min(warmup_epochs, LONGEST_WARMUP * epochs) * epoch_size
 
     def factor(self, images: int) -> float:
         """Return the share of the peak, 0 to 1, for the step that starts after ``images``."""
         if images < self.warmup_images:
-            return max(0.05, images / self.warmup_images)
+            return WARMUP_START + (1 - WARMUP_START) * images / self.warmup_images
         left = (self.total_images - images) / (self.total_images - self.warmup_images)
-        return max(0.0, left)
+        return 0.5 - 0.5 * math.cos(math.pi * left)
 
     def set(self, images: int) -> None:
         """Set the learning rates for the optimizer step that starts after ``images``."""
