@@ -10,7 +10,6 @@ Read it next to train_single.py: `diff train_single.py train_ddp.py`.
 import argparse
 import sys
 
-import torch
 from torch.utils.data import DataLoader
 
 import data
@@ -53,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     test_loader = DataLoader(test_set, data.EVAL_BATCH_SIZE, sampler=test_share, **options)
     prepare = data.Preparation(device, args.dataset, args.augment)
 
-    raw_model = models.build_model(args.model).to(device, memory_format=torch.channels_last)
+    raw_model = models.build_model(args.model).to(device)
     if args.init_weights:
         print(init_weights(raw_model, args.init_weights))
     if args.compile:

@@ -9,7 +9,6 @@ The baseline: read train_dp.py and train_ddp.py next to it, as diffs.
 import argparse
 import sys
 
-import torch
 from torch.utils.data import DataLoader
 
 import data
@@ -39,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     test_loader = DataLoader(test_set, data.EVAL_BATCH_SIZE, **options)
     prepare = data.Preparation(device, args.dataset, args.augment)
 
-    raw_model = models.build_model(args.model).to(device, memory_format=torch.channels_last)
+    raw_model = models.build_model(args.model).to(device)
     if args.init_weights:
         print(init_weights(raw_model, args.init_weights))
     if args.compile:

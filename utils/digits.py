@@ -55,7 +55,7 @@ BRIGHTNESS = (0.85, 1.0)  # share of 255
 
 def _trace(stroke: str) -> list[complex]:
     """Sample the quadratic B-spline of one stroke, as x + iy in grid units."""
-    controls = [complex(int(x), int(y)) for x, y in stroke.split()]
+    controls = [complex(int(point[0]), int(point[1])) for point in stroke.split()]
     joints = [(a + b) / 2 for a, b in pairwise(controls[1:-1])]
     starts, ends = [controls[0], *joints], [*joints, controls[-1]]
     return [

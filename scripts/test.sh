@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Make an environment and run every check: lint, format, types, tests.
+#
+#   ./scripts/test.sh          quick tests (minutes)
+#   ./scripts/test.sh --all    the slow ones, too
+#
+# Other arguments go to pytest. MNIST_ROOT names a folder with the real MNIST, if there is one.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+# shellcheck source=scripts/environment.sh
+source scripts/environment.sh
+
+make_environment requirements.txt requirements-dev.txt
+PATH=$PWD/$VENV/bin:$PATH make check PYTHON="$PWD/$PYTHON" PYTEST_FLAGS="$*"
