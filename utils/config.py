@@ -146,7 +146,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 def _add_dp(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("DataParallel")
     group.add_argument("--output-device", type=COUNT, help="gathers outputs (default: the first)")
-    group.add_argument("--replicas", type=SIZE, help="CPU threads that stand in for GPUs")
+    group.add_argument("--replicas", type=SIZE, help="CPU threads in the place of GPUs: 2")
 
 
 def _add_ddp(parser: argparse.ArgumentParser) -> None:

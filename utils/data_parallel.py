@@ -32,6 +32,9 @@ def wrap(
     if kind == "cpu":
         if output_device is not None:
             raise UsageError("--output-device names a GPU, and there is none: drop it")
+        print(f"no GPU in use: DataParallel's own forward runs over {len(devices)} CPU threads")
+        if any(isinstance(module, nn.Dropout) for module in model.modules()):
+            print("their dropout draws from one generator in turn: this run cannot be repeated")
         return CPUDataParallel(model, len(devices))
     ids = [device.index for device in devices]
     if output_device is not None and output_device not in ids:

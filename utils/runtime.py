@@ -13,16 +13,18 @@ import torch
 
 from utils.config import UsageError
 
+CPU_REPLICAS = 2  # the least with which DataParallel splits anything
+
 
 def select_devices(
-    kind: str, ids: list[int] | None = None, replicas: int | None = None
+    kind: str, ids: list[int] | None = None, replicas: int | None = 1
 ) -> list[torch.device]:
     """Return the devices to use, in the order of ``ids``; all of that kind where it is None.
 
     Args:
         kind: ``auto``, ``cpu``, ``cuda``, ``mps`` or ``xpu``.
         ids: logical device ids, counted after ``CUDA_VISIBLE_DEVICES``.
-        replicas: how often to name the CPU, which DataParallel takes for so many devices.
+        replicas: how often to name the CPU, for DataParallel; None for ``CPU_REPLICAS``.
 
     Raises:
         UsageError: a device that is not there.
@@ -36,8 +38,8 @@ def select_devices(
     if kind == "cpu":
         if ids:
             raise UsageError(f"--devices {','.join(map(str, ids))}: there is no GPU here, drop it")
-        return [torch.device("cpu")] * (1 if replicas is None else replicas)
-    if replicas is not None:
+        return [torch.device("cpu")] * (replicas or CPU_REPLICAS)
+    if replicas not in (None, 1):
         raise UsageError(f"--replicas is for the CPU: choose {kind} devices with --devices")
     count = torch.accelerator.device_count()
     for index in ids or ():

@@ -1,0 +1,81 @@
+"""The README tells the truth about flags, files and names."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.test_scripts import CONTRACT
+from utils import config
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def table_flags() -> dict[str, str]:
+    """Return each flag of the README's tables with its default."""
+    flags = {}
+    for line in README.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| `--"):
+            names, defaults = re.findall(r"--[\w-]+", cells[0]), cells[1].split(",")
+            if len(defaults) != len(names):
+                defaults = [cells[1]] * len(names)
+            for name, default in zip(names, defaults, strict=True):
+                flags[name] = default.strip().strip("`")
+    return flags
+
+
+def parser_flags() -> dict[str, object]:
+    flags: dict[str, object] = {}
+    for technique in ("single", "dp", "ddp"):
+        for action in config.build_parser(technique, None)._actions:
+            if action.help != "==SUPPRESS==":
+                flags |= {
+                    name: action.default for name in action.option_strings if name[:2] == "--"
+                }
+    del flags["--help"]
+    return flags
+
+
+def test_every_flag_is_in_a_table_and_none_besides() -> None:
+    assert set(table_flags()) == set(parser_flags())
+
+
+@pytest.mark.parametrize("flag", table_flags())
+def test_defaults_are_those_of_the_parser(flag: str) -> None:
+    default, told = parser_flags()[flag], table_flags()[flag]
+    if isinstance(default, int | float) and not isinstance(default, bool):
+        assert float(told) == default
+    elif isinstance(default, str):
+        assert told == default
+    elif default is True and not flag.startswith("--no-"):
+        assert told == "on"
+    elif default is False and flag != "--no-augment":
+        assert told == "off"
+
+
+def test_every_key_of_the_summary_is_listed() -> None:
+    for key in CONTRACT:
+        assert f"`{key}`" in README
+
+
+def test_links_resolve() -> None:
+    headings = {
+        re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-")
+        for line in README.splitlines()
+        if line.startswith("#")
+    }
+    links = re.findall(r"\]\(([^)]+)\)", README)
+    assert links
+    for link in links:
+        if link.startswith("#"):
+            assert link[1:] in headings, link
+        elif not link.startswith("http"):
+            assert (ROOT / link).exists(), link
+
+
+def test_the_contact_sheet_is_what_its_script_draws(tmp_path: Path) -> None:
+    from scripts.contact_sheet import sheet
+
+    assert (ROOT / "docs" / "synthetic_digits.svg").read_text() == sheet()
