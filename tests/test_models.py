@@ -71,7 +71,7 @@ def test_an_own_model_takes_two_lines(tmp_path: Path, synthetic_dir: Path) -> No
         command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert "mine (7,850 parameters)" in done.stdout
+    assert "mine, 7,850 parameters" in done.stdout
 
 
 def test_no_model_has_a_parameter_without_gradient() -> None:

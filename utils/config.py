@@ -175,6 +175,7 @@ def parse_args(
     """Parse and check the command line; on an error print one line and exit with status 2."""
     parser = build_parser(technique, description)
     args = parser.parse_args(argv)
+    args.technique = technique
     args.argv = sys.argv[1:] if argv is None else list(argv)
     problem = find_conflict(args)
     if problem:
@@ -201,8 +202,12 @@ def find_conflict(args: argparse.Namespace) -> str | None:
         return f"--seed {args.seed} is not below 2**32"
     if args.devices is not None and args.device == "cpu":
         return "--devices names GPUs and cannot go with --device cpu"
+    if args.technique == "single" and args.devices is not None and len(args.devices) > 1:
+        return "train_single.py uses one device: name one in --devices, or use train_ddp.py"
     if args.data_on_device and args.num_workers:
         return "--data-on-device leaves nothing for loader processes to do: drop --num-workers"
+    if args.compile and hasattr(args, "replicas"):
+        return "--compile has no effect on DataParallel's copies of the model: use DDP, or drop it"
     if args.resume and args.init_weights:
         return "--resume brings its own weights: drop --init-weights"
     return _find_ddp_conflict(args) if hasattr(args, "init_method") else None

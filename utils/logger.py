@@ -106,7 +106,9 @@ class Logger:
 
     def __enter__(self) -> "Logger":
         if self.write:
-            flags = {key: value for key, value in self.config.items() if key != "argv"}
+            flags = {
+                key: value for key, value in self.config.items() if key not in ("argv", "technique")
+            }
             write_json(self.path / "args.json", flags)
             self.write_status("running")
             self._cut_metrics()
@@ -131,8 +133,9 @@ class Logger:
         # tqdm's None: no bar where stderr is a file, which would fill up with its frames.
         hidden = None if self.write and self.config["progress"] else True
         title = f"epoch {self.progress.epoch + 1}/{self.config['epochs']}"
+        layout = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}, {remaining} left{postfix}"
         with tqdm(
-            loader, title, leave=False, dynamic_ncols=True, unit="batch", disable=hidden
+            loader, title, leave=False, dynamic_ncols=True, bar_format=layout, disable=hidden
         ) as self.bar:
             try:
                 for batch in self.bar:
@@ -156,7 +159,7 @@ class Logger:
         if self.write and self.progress.global_step % self.config["log_every"] == 0:
             loss, accuracy = metrics.loss, metrics.accuracy
             if self.bar is not None:
-                self.bar.set_postfix(loss=f"{loss:.4f}", accuracy=f"{accuracy:.2%}", refresh=False)
+                self.bar.set_postfix_str(f"loss {loss:.3f}, {accuracy:.1%}", refresh=False)
             self._scalars({"step/loss": loss, "step/accuracy": accuracy, "step/learning_rate": lr})
 
     def log_epoch(self, train: Metrics, test: Metrics, lr: float) -> None:
@@ -180,9 +183,9 @@ class Logger:
         with open(self.path / "metrics.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
         print(
-            f"{row['epoch']:>5}  {train.loss:>10.4f}  {train.accuracy:>9.2%}  {test.loss:>9.4f}"
-            f"  {test.accuracy:>8.2%}  {row['images_per_second'] or 0:>8,.0f}"
-            f"  {row['seconds']:>6.1f}s",
+            f"{row['epoch']:>5} {train.loss:>6.4f} {train.accuracy:>6.2%} {test.loss:>6.4f}"
+            f" {test.accuracy:>6.2%} {self.images_per_second() or 0:>8,.0f}"
+            f" {row['seconds']:>5.1f}s",
             flush=True,
         )
         self._scalars(
@@ -228,8 +231,8 @@ class Logger:
         self._hparams(summary)
         self.write_status("complete")
         print(
-            f"test accuracy {test.accuracy:.2%} ({test.correct:,} of {test.count:,}) after"
-            f" {summary['total_seconds']:.1f} s; see {self.path}/summary.json",
+            f"test accuracy {test.accuracy:.2%}, {test.correct:,} of {test.count:,}, after"
+            f" {summary['total_seconds']:.1f} s\nsummary in {self.path}/summary.json",
             flush=True,
         )
 
@@ -273,20 +276,26 @@ class Logger:
 
     def _print_header(self) -> None:
         facts = self.facts
-        where = facts["device"]
-        if facts["num_devices"] > 1:
-            where = f"{facts['num_devices']} x {where}"
-        if facts["device"] == "cpu":
-            where += f", {facts['threads']} threads" + (" each" if facts["world_size"] > 1 else "")
+        devices = f"{facts['num_devices']} x " if facts["num_devices"] > 1 else ""
+        each = " each" if facts["world_size"] > 1 else ""
+        threads = f"{facts['threads']} thread{'s' if facts['threads'] > 1 else ''}{each}"
+        lines = {
+            facts["technique"]: f"{facts['model']}, {facts['parameters']:,} parameters",
+            "data": facts["dataset"],
+            "device": f"{devices}{facts['device']}, {threads}",
+            "batch": f"{facts['batch_size']} per device, {facts['global_batch_size']} in all",
+            "rate": f"{self.lr:.4g} at the peak",
+            "seed": facts["seed"],
+            "run": self.path,
+        }
+        if facts["resumed_from"] is not None:
+            lines["resumed"] = f"at step {facts['resumed_from']}"
+        for name, value in lines.items():
+            print(f"{name:<8}{value}")
+        # Narrow enough for half a screen.
         print(
-            f"{facts['technique']}: {facts['model']} ({facts['parameters']:,} parameters) on"
-            f" {facts['dataset']}, {where}\n"
-            f"batch {facts['batch_size']} per device, {facts['global_batch_size']} in all; learning"
-            f" rate {self.lr:.4g} at the peak; seed {facts['seed']}\n"
-            f"run directory {self.path}"
-            + (f", resumed at step {self.first_step}" if facts["resumed_from"] else "")
-            + f"\n{'epoch':>5}  {'train loss':>10}  {'train acc':>9}  {'test loss':>9}"
-            f"  {'test acc':>8}  {'images/s':>8}  {'time':>7}",
+            f"{'':5} {'--- train ---':>13} {'---- test ---':>13}\n"
+            f"epoch {'loss':>6} {'acc':>6} {'loss':>6} {'acc':>6} {'images/s':>8} {'time':>6}",
             flush=True,
         )
 
@@ -319,8 +328,8 @@ class Logger:
         from torch.utils.tensorboard.summary import hparams
 
         chosen = {key: summary.get(key, self.config.get(key)) for key in HPARAMS}
-        result = {f"hparam/{key}": summary[key] for key in ("test_accuracy", "test_loss")}
+        # The tags that the curves have already: the table needs no cards of its own.
+        result = {"test/accuracy": summary["test_accuracy"], "test/loss": summary["test_loss"]}
         # Not add_hparams: it makes a second run below this one.
         for part in hparams(chosen, result):
             self._writer().file_writer.add_summary(part)
-        self._scalars(result)
