@@ -263,3 +263,14 @@ def test_an_epoch_ends_when_no_whole_batch_is_left() -> None:
     progress.end_epoch([1.0, 2.0, 20.0], [])
     assert (progress.epoch, progress.samples, progress.train_sums) == (1, 0, [])
     assert progress.images == 25
+
+
+def test_what_diverged_is_not_saved(tmp_path: Path) -> None:
+    saver, progress = build(tmp_path), start()
+    step(saver, progress)
+    saver.save(progress)
+    step(saver, progress)
+    progress.train_sums = [float("nan"), 3.0, 20.0]
+    with pytest.raises(CheckpointError, match="not finite at step 2"):
+        saver.save(progress)
+    assert build(tmp_path).resume(start()).global_step == 1

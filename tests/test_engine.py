@@ -219,3 +219,13 @@ def test_the_schedule_warms_up_and_ends_at_zero() -> None:
     assert schedule.lr == pytest.approx(1.0)
     short = optim.Schedule(optimizer, epoch_size=1000, epochs=1, warmup_epochs=1)
     assert short.warmup_images == 300
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_weights_move() -> None:
+    model = linear()
+    with torch.no_grad():
+        model[1].bias[3] = float("nan")  # type: ignore[index]
+    before = model[1].weight.detach().clone()  # type: ignore[index]
+    with pytest.raises(engine.NonFiniteLoss, match="loss is nan at step 1 on rank 2"):
+        train(model, batches(2, 4), rank=2)
+    assert torch.equal(model[1].weight, before)  # type: ignore[index]

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import math
 import os
 import pickle
 import sys
@@ -118,6 +119,12 @@ class Checkpointer:
         """
         if not self.write:
             return
+        if not all(map(math.isfinite, progress.train_sums)):
+            # On a GPU the loss is looked at less often than it may be saved.
+            raise CheckpointError(
+                f"the loss is not finite at step {progress.global_step} or shortly before: nothing"
+                " saved; go on from the last checkpoint with a lower --lr or --max-grad-norm"
+            )
         last = self.folder / "last.pt"
         content = io.BytesIO()
         torch.save(
@@ -217,11 +224,15 @@ def _step_of(path: Path) -> int:
 
 
 def write_durably(path: Path, content: bytes | memoryview) -> None:
-    """Write a file and wait until the disk has it."""
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    """Write a file and wait until the disk has it; what is only half-written is removed."""
+    try:
+        with open(path, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """The batch loop, the same for one device, DP and DDP. It knows nothing of processes."""
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -14,6 +15,13 @@ from utils.optim import Schedule
 from utils.runtime import Precision, seed_step
 
 Batches = Iterable[tuple[Tensor, Tensor]]
+CHECK_STEPS = 50  # between looks at the loss on a GPU, each of which waits for it
+
+
+class NonFiniteLoss(Exception):
+    """The training diverged; the weights of this step were not saved."""
+
+    exit_status = 1
 
 
 def train_one_epoch(
@@ -62,6 +70,8 @@ def train_one_epoch(
                 logits = model(images)
                 labels = labels.to(logits.device)  # where DataParallel gathers its outputs
                 loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
+            if device.type == "cpu" or progress.global_step % CHECK_STEPS == 0:
+                _check_finite(float(loss.detach()), progress.global_step + 1, rank)
             scaler.scale(loss / grad_accum_steps).backward()
         metrics.update(logits.detach(), labels, loss.detach())
         if not is_last:
@@ -77,6 +87,14 @@ def train_one_epoch(
         if after_step(metrics):
             break
     return metrics
+
+
+def _check_finite(loss: float, step: int, rank: int) -> None:
+    if not math.isfinite(loss):
+        raise NonFiniteLoss(
+            f"the loss is {loss} at step {step} on rank {rank}: go on from the last checkpoint"
+            " with a lower --lr, a longer --warmup-epochs or --max-grad-norm"
+        )
 
 
 @torch.inference_mode()
