@@ -78,7 +78,7 @@ ddp    | --rank 0                     | --world-size go together
 ddp    | --world-size 2               | --world-size go together
 ddp    | --rank 2 --world-size 2      | is not below --world-size 2
 ddp    | --nprocs 2 --nnodes 3 --node-rank 5 | is not below --nnodes 3
-ddp    | --nnodes 2                   | goes with --nprocs
+ddp    | --nnodes 2                   | go with --nprocs
 ddp    | --nprocs 2 --rank 0 --world-size 2 | drop --rank
 ddp    | --init-method http://a       | is not env://
 ddp    | --init-method tcp://host     | is not env://

@@ -65,10 +65,15 @@ class CPUDataParallel(nn.DataParallel):
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-        """Cut tensors [B, ...] into at most ``len(device_ids)`` chunks, as on GPUs."""
-        chunked = [value.chunk(len(device_ids), self.dim) for value in inputs]
-        shares = list(zip(*chunked, strict=True))
-        return shares, [dict(kwargs or {}) for _ in shares]
+        """Cut tensors [B, ...] into at most ``len(device_ids)`` chunks; hand on the rest whole."""
+        count = len(device_ids)
+
+        def split(value: Any) -> Sequence[Any]:
+            return value.chunk(count, self.dim) if isinstance(value, Tensor) else [value] * count
+
+        shares = list(zip(*map(split, inputs), strict=False))  # a small batch has fewer chunks
+        named = {name: split(value) for name, value in (kwargs or {}).items()}
+        return shares, [{name: named[name][i] for name in named} for i in range(len(shares))]
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
         """Copy the module for each replica, so that gradients flow back to the one original.

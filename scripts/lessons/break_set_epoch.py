@@ -1,0 +1,64 @@
+"""Break it: without set_epoch, every epoch shows the samples in the same order.
+
+python scripts/lessons/break_set_epoch.py
+"""
+
+import sys
+
+import torch
+from _lesson import conclude
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+WORLD_SIZE, EPOCHS = 2, 3
+
+
+def epochs(dataset: Dataset, rank: int, call_set_epoch: bool) -> list[list[int]]:
+    """Return the samples that this rank sees in each epoch."""
+    sampler: DistributedSampler = DistributedSampler(dataset, WORLD_SIZE, rank, seed=0)
+    # shuffle stays False: the sampler shuffles, with a generator seeded by seed + epoch.
+    loader = DataLoader(dataset, batch_size=2, sampler=sampler)
+    orders = []
+    for epoch in range(EPOCHS):
+        if call_set_epoch:
+            sampler.set_epoch(epoch)
+        orders.append([int(sample) for (batch,) in loader for sample in batch])
+    return orders
+
+
+def main() -> int:
+    dataset = TensorDataset(torch.arange(8))
+    orders = {}
+    for call in (False, True):
+        print(f"{'with' if call else 'without'} set_epoch:")
+        orders[call] = [epochs(dataset, rank, call) for rank in range(WORLD_SIZE)]
+        for epoch in range(EPOCHS):
+            ranks = "   ".join(f"rank {r} {orders[call][r][epoch]}" for r in range(WORLD_SIZE))
+            print(f"  epoch {epoch}: {ranks}")
+    try:
+        sampler: DistributedSampler = DistributedSampler(dataset, WORLD_SIZE, 0)
+        DataLoader(dataset, batch_size=2, sampler=sampler, shuffle=True)
+        said = "nothing"
+    except ValueError as error:
+        said = f"ValueError: {error}"
+    print(f"shuffle=True beside a sampler: {said}")
+    always_split = all(
+        sorted(sample for rank in ranks for sample in rank[epoch]) == list(range(8))
+        for ranks in orders.values()
+        for epoch in range(EPOCHS)
+    )
+    return conclude(
+        {
+            "without set_epoch all epochs have the order of epoch 0, and no rank ever sees the "
+            "other's samples": all(rank.count(rank[0]) == EPOCHS for rank in orders[False]),
+            "with it each epoch has another order": all(
+                rank[0] != rank[1] != rank[2] for rank in orders[True]
+            ),
+            "either way the ranks split each epoch without overlap": always_split,
+            "the loader must not shuffle as well": said
+            == "ValueError: sampler option is mutually exclusive with shuffle",
+        }
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Break it: each process takes as many threads as the machine has cores, and all of them crawl.
+
+python scripts/lessons/break_thread_oversubscription.py
+"""
+
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from _lesson import conclude, run_ranks
+from torch import nn
+
+from utils.runtime import usable_cores
+
+WORLD_SIZE, SECONDS, BATCH_SIZE = 2, 1.5, 16
+
+
+def work(rank: int, world_size: int, threads: int) -> float:
+    """Train beside the other ranks for a while; return this rank's images per second."""
+    torch.set_num_threads(threads)
+    model = nn.Sequential(nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3))
+    images = torch.randn(BATCH_SIZE, 1, 28, 28)
+    model(images).sum().backward()
+    dist.barrier()
+    steps, begin = 0, time.perf_counter()
+    while time.perf_counter() < begin + SECONDS:
+        model(images).sum().backward()
+        steps += 1
+    return steps * BATCH_SIZE / (time.perf_counter() - begin)
+
+
+def main() -> int:
+    cores = usable_cores()
+    share = max(1, cores // WORLD_SIZE)
+    cases = {
+        "cores / processes": share,
+        "all cores for each": cores,
+        "as 8 processes would be": 8 * cores // WORLD_SIZE,
+    }
+    print(f"{WORLD_SIZE} processes on {cores} cores")
+    speeds = {}
+    for name, threads in cases.items():
+        ranks = [outcome.value for outcome in run_ranks(work, WORLD_SIZE, threads)]
+        speeds[name] = sum(ranks)
+        print(f"  {name:27} {threads:3} threads each: {speeds[name]:9,.0f} images/s together")
+    fair, _, crowded = speeds.values()
+    print(f"the fair share is {fair / crowded:.1f} times as fast as the crowd")
+    return conclude(
+        {
+            "with more threads than cores the processes get less done: set_num_threads(cores // "
+            "processes), or OMP_NUM_THREADS before the start": fair > 1.2 * crowded,
+        }
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""nn.DataParallel in its four steps, by hand: what each costs, and where the gradients meet.
+
+python scripts/lessons/data_parallel_by_hand.py
+"""
+
+import copy
+import sys
+import time
+from itertools import pairwise
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from _lesson import conclude
+from torch import Tensor, nn
+
+import models
+from utils.data_parallel import CPUDataParallel  # DataParallel's forward, on threads
+
+REPLICAS = 2
+ROUNDS = 10
+STEPS = ("scatter the batch", "replicate the model", "parallel apply", "gather", "backward")
+
+
+def gradients(model: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def by_hand(dp: CPUDataParallel, images: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, float]]:
+    """Do one forward and backward; return the logits and the seconds of each step."""
+    marks = [time.perf_counter()]
+
+    def mark() -> None:
+        marks.append(time.perf_counter())
+
+    shares, kwargs = dp.scatter((images,), {}, dp.device_ids)
+    mark()
+    replicas = dp.replicate(dp.module, dp.device_ids)
+    mark()
+    outputs = dp.parallel_apply(replicas, shares, kwargs)
+    mark()
+    logits = dp.gather(outputs, dp.output_device)
+    mark()
+    F.cross_entropy(logits, labels).backward()  # through the copies, into dp.module
+    mark()
+    # No replica could keep a gradient: its weights are plain results of a copy.
+    assert not any(list(replica.parameters()) for replica in replicas)
+    seconds = [end - begin for begin, end in pairwise(marks)]
+    return logits, dict(zip(STEPS, seconds, strict=True))
+
+
+def main() -> int:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    images, labels = torch.randn(512, 1, 28, 28), torch.randint(10, (512,))
+    model = models.build_model("mlp")
+    single = copy.deepcopy(model)
+    dp = CPUDataParallel(model, REPLICAS)
+
+    rounds = []
+    for _ in range(ROUNDS):
+        model.zero_grad()
+        logits, seconds = by_hand(dp, images, labels)
+        rounds.append(seconds)
+    print(f"one step on {REPLICAS} replicas, batch {len(images)}, median of {ROUNDS}:")
+    for name in STEPS:
+        print(f"  {name:<22}{sorted(r[name] for r in rounds)[ROUNDS // 2] * 1e3:8.2f} ms")
+
+    F.cross_entropy(single(images), labels).backward()
+    summed = torch.zeros(())
+    for image_share, label_share in zip(images.chunk(2), labels.chunk(2), strict=True):
+        alone = copy.deepcopy(single)
+        alone.zero_grad()
+        (F.cross_entropy(alone(image_share), label_share, reduction="sum") / 512).backward()
+        summed = summed + gradients(alone)
+
+    with mock.patch.object(dp, "replicate", wraps=dp.replicate) as replicate:
+        same_logits = torch.equal(dp(images), logits)
+        dp(images)
+    sizes = {
+        (n, k): [len(share[0]) for share in dp.scatter((torch.zeros(n),), {}, range(k))[0]]
+        for n, k in ((10, 4), (3, 4))
+    }
+    print(f"batch 10 on 4 replicas is split {sizes[10, 4]}, batch 3 {sizes[3, 4]}")
+    return conclude(
+        {
+            "the four steps give the logits of DataParallel's own forward": same_logits,
+            "the gradients are those of one device": torch.allclose(
+                gradients(model), gradients(single), atol=1e-12
+            ),
+            "they are the sum of the shares' gradients, each of a loss divided by the whole "
+            "batch: nothing is averaged": torch.allclose(gradients(model), summed, atol=1e-12),
+            "two forwards copied the model twice": replicate.call_count == 2,
+            "a batch smaller than the devices leaves some without work": len(sizes[3, 4]) == 3,
+        }
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Ring all-reduce by hand: how every rank gets the sum by talking to its two neighbours only.
+
+python scripts/lessons/ring_all_reduce.py
+"""
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _lesson import conclude, run_ranks
+from torch import Tensor
+
+WORLD_SIZE = 4
+CHUNK_SIZE = 1000  # float64 numbers in each of the WORLD_SIZE chunks
+
+
+def ring_all_reduce(tensor: Tensor, rank: int, world_size: int) -> tuple[list[list[int]], int]:
+    """Sum ``tensor`` over all ranks in place, talking to two neighbours only.
+
+    Returns:
+        The first number of each chunk after each step; the bytes that this rank sent.
+    """
+    chunks = tensor.chunk(world_size)  # views: what is written to a chunk is in the tensor
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    history, bytes_sent = [], 0
+    for step in range(2 * (world_size - 1)):
+        given = chunks[(rank - step) % world_size]
+        taken = chunks[(rank - step - 1) % world_size]
+        received = torch.empty_like(taken)
+        # Both at once: if every rank waited for its sending first, nobody would receive.
+        requests: list[Any] = [dist.isend(given, right), dist.irecv(received, left)]
+        for request in requests:
+            request.wait()
+        if step < world_size - 1:
+            taken += received  # reduce-scatter: a chunk collects one more rank's part
+        else:
+            taken.copy_(received)  # all-gather: a finished chunk is passed on
+        bytes_sent += given.nbytes
+        history.append([int(chunk[0]) for chunk in chunks])
+    return history, bytes_sent
+
+
+def work(rank: int, world_size: int) -> dict[str, Any]:
+    # Rank 0 holds 1, rank 1 holds 10, rank 2 holds 100...: a sum's digits say who is in it.
+    tensor = torch.full((world_size * CHUNK_SIZE,), 10.0**rank, dtype=torch.float64)
+    reference = tensor.clone()
+    history, bytes_sent = ring_all_reduce(tensor, rank, world_size)
+    dist.all_reduce(reference)
+    return {
+        "history": history,
+        "bytes_sent": bytes_sent,
+        "nbytes": tensor.nbytes,
+        "equal": torch.equal(tensor, reference),
+    }
+
+
+def main() -> int:
+    ranks = [outcome.value for outcome in run_ranks(work, WORLD_SIZE)]
+    steps, n = len(ranks[0]["history"]), WORLD_SIZE
+    print(f"{n} ranks, {n} chunks each. A chunk's digits: 0101 holds the parts of ranks 0 and 2.")
+    print(f"{'':24}" + "".join(f"rank {rank:<16}" for rank in range(n)))
+    for step in range(steps):
+        phase = "reduce-scatter" if step < n - 1 else "all-gather"
+        columns = [" ".join(f"{chunk:04}" for chunk in rank["history"][step]) for rank in ranks]
+        print(f"step {step + 1}  {phase:<16} " + "  ".join(columns))
+
+    nbytes, sent = ranks[0]["nbytes"], ranks[0]["bytes_sent"]
+    print(
+        f"\ntensor: {nbytes:,} bytes; sent by each rank: {[rank['bytes_sent'] for rank in ranks]}"
+    )
+    print(f"one rank that sums for all would receive and send {2 * (n - 1) * nbytes:,} bytes")
+    after_reduce = [rank["history"][n - 2] for rank in ranks]
+    return conclude(
+        {
+            "the result equals that of dist.all_reduce on every rank": all(
+                rank["equal"] for rank in ranks
+            ),
+            f"after n - 1 = {n - 1} steps every rank has one finished chunk, each another": sorted(
+                row.index(1111) for row in after_reduce if row.count(1111) == 1
+            )
+            == list(range(n)),
+            f"it takes 2(n - 1) = {2 * (n - 1)} steps, not n = {n}": steps == 2 * (n - 1)
+            and all(row == [1111] * n for rank in ranks for row in rank["history"][-1:])
+            and any(row != [1111] * n for rank in ranks for row in rank["history"][-2:-1]),
+            f"each rank sends 2(n - 1)/n = {2 * (n - 1) / n} times the data, less than twice "
+            "however many ranks there are": all(
+                rank["bytes_sent"] == 2 * (n - 1) * nbytes // n for rank in ranks
+            )
+            and sent < 2 * nbytes,
+        }
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""Where DDP talks to the other ranks: the collectives of each phase, as the profiler sees them.
+
+python scripts/lessons/sync_points.py
+"""
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from _lesson import conclude, run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler tells when it starts
+Calls = dict[str, dict[str, int]]
+
+
+@contextmanager
+def watch(phase: str, calls: Calls) -> Iterator[None]:
+    """Note under ``phase`` how often each collective was called within."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        yield
+    names = [event.name for event in profiler.events() if event.name.startswith("c10d::")]
+    calls[phase] = dict(Counter(name.removeprefix("c10d::").rstrip("_") for name in names))
+
+
+def work(rank: int, world_size: int, norm: bool) -> tuple[Calls, list[bool]]:
+    torch.manual_seed(rank)
+    layer = nn.Linear(4, 8)
+    mine = layer.weight.detach().clone()
+    raw_model = nn.Sequential(layer, nn.BatchNorm1d(8) if norm else nn.Tanh(), nn.Linear(8, 2))
+    inputs, calls, facts = torch.randn(6, 4), Calls(), []
+    with watch("DistributedDataParallel(model)", calls):
+        model = DistributedDataParallel(raw_model)
+    facts.append(torch.equal(layer.weight, mine) == (rank == 0))
+    # The first step is special: its order of gradients decides on new buckets for the others.
+    model(inputs).square().mean().backward()
+    model(inputs).square().mean().backward()
+
+    model.zero_grad()
+    with watch("forward", calls):
+        loss = model(inputs).square().mean()
+    with watch("backward", calls):
+        loss.backward()
+    with watch("the optimizer's step", calls), torch.no_grad():
+        for parameter in raw_model.parameters():
+            parameter -= 0.1 * parameter.grad  # type: ignore[operator, misc]
+
+    loss = model(inputs).square().mean()
+    with watch("backward in no_sync, forward before it", calls), model.no_sync():
+        loss.backward()
+    with watch("forward and backward in no_sync", calls), model.no_sync():
+        model(inputs).square().mean().backward()
+    return calls, facts
+
+
+def main() -> int:
+    plain, with_buffers = (run_ranks(work, 2, norm) for norm in (False, True))
+    tables = [outcomes[0].value[0] for outcomes in (plain, with_buffers)]
+    print(f"{'':42}{'without buffers':30}with batch normalisation")
+    for phase in tables[0]:
+        cells = [", ".join(f"{n} {name}" for name, n in t[phase].items()) or "-" for t in tables]
+        print(f"{phase:42}{cells[0]:30}{cells[1]}")
+    without, norm = tables
+    return conclude(
+        {
+            "the constructor compares the models (allgather) and broadcasts the weights of rank 0: "
+            "the others' own are gone": without["DistributedDataParallel(model)"].keys()
+            == {"allgather", "broadcast"}
+            and all(outcome.value[1] == [True] for outcome in (*plain, *with_buffers)),
+            "backward all-reduces the gradients": without["backward"] == {"allreduce": 1},
+            "the optimizer's step talks to nobody": not without["the optimizer's step"],
+            "forward (after the first step) only broadcasts buffers": not without["forward"]
+            and norm["forward"].keys() == {"broadcast"},
+            "no_sync around backward alone changes nothing": "allreduce"
+            in without["backward in no_sync, forward before it"],
+            "around both it keeps the gradients at home": "allreduce"
+            not in without["forward and backward in no_sync"],
+        }
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

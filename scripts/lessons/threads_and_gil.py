@@ -1,0 +1,100 @@
+"""Threads, processes and the GIL: which calls let other threads of a process run, and which do not.
+
+python scripts/lessons/threads_and_gil.py
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _lesson import conclude, run_ranks
+
+PAUSE = 0.005  # seconds between two ticks
+
+
+def python_call() -> None:
+    """One call into C that works on Python objects, and so holds the GIL throughout."""
+    sum(range(20_000_000))
+
+
+def torch_call() -> None:
+    """One call into torch, which releases the GIL while it computes."""
+    torch.ones(2500, 2500) @ torch.ones(2500, 2500)
+
+
+def python_loop() -> None:
+    """Many small steps of the interpreter, which can pass on the GIL between them."""
+    for _ in range(8_000_000):
+        pass
+
+
+def ticks_during(call: Callable[[], None]) -> int:
+    """Count how often another thread of this process runs while ``call`` does."""
+    ticks: list[float] = []
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(PAUSE)
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    begin = time.perf_counter()
+    call()
+    end = time.perf_counter()
+    done.set()
+    return sum(begin < moment < end - 4 * PAUSE for moment in ticks)  # it hands over at the end
+
+
+def ticks_beside(rank: int, world_size: int) -> int:
+    """Count how often rank 1 runs while rank 0, another process, does ``python_call``."""
+    dist.barrier()
+    if rank == 0:
+        python_call()
+    meeting: Any = dist.barrier(async_op=True)  # complete once rank 0 has done its call
+    ticks = 0
+    while not meeting.is_completed():
+        ticks += 1
+        time.sleep(PAUSE)
+    return ticks
+
+
+def cores_used_by_two_threads() -> float:
+    """Run the loop in two threads; return how many seconds of CPU they got per second."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            pool.submit(python_loop)
+    return (time.process_time() - cpu) / (time.perf_counter() - wall)
+
+
+def main() -> int:
+    # A free-threaded build (python3.13t and later) may run without; older ones cannot be asked.
+    gil = getattr(sys, "_is_gil_enabled", lambda: True)()
+    in_python, in_torch = ticks_during(python_call), ticks_during(torch_call)
+    in_process, cores = run_ranks(ticks_beside, 2)[1].value, cores_used_by_two_threads()
+    print(f"Python {sys.version.split()[0]}, GIL {'on' if gil else 'off'}; how often we ran while")
+    print(f"  another thread was in sum(range(...)) {in_python:5}")
+    print(f"  another thread was in a torch product {in_torch:5}")
+    print(f"  another process was in sum(range(...)){in_process:5}")
+    print(f"two threads in a Python loop kept {cores:.2f} cores busy")
+    with_gil = "one thread's Python code stops the others: two of them use one core at most"
+    without = "without a GIL, one thread's Python code lets the others run"
+    return conclude(
+        {
+            with_gil if gil else without: (in_python < in_process / 4 and cores < 1.2) == gil,
+            "torch releases the GIL while it computes: there the threads of DataParallel can "
+            "overlap, in the Python around it they take turns": in_torch > 0,
+            "another process has a GIL of its own and stops nobody": in_process > 0,
+        }
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Who prepares the data: the first rank of each node, of the whole job, or whoever has the lock.
+
+python scripts/lessons/zero_first.py
+
+Four processes play two nodes. A disk is a folder: one for each node, or one that both share.
+"""
+
+import fcntl
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+from _lesson import conclude, run_ranks
+
+NNODES, NPROC_PER_NODE = 2, 2
+PREPARE_SECONDS = 0.5
+
+
+@contextmanager
+def zero_first(rank: int) -> Iterator[None]:
+    """Let rank 0 go first; the others wait in the barrier that it enters last. Collective."""
+    if rank != 0:
+        dist.barrier()
+    yield
+    if rank == 0:
+        dist.barrier()
+
+
+@contextmanager
+def file_lock(disk: Path) -> Iterator[None]:
+    """Let one process in at a time. Needs no process group, and knows which disk it is about."""
+    with open(disk / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def prepare(disk: Path, rank: int) -> None:
+    """Prepare the data if it is not there yet, and note who did."""
+    if (disk / "data").exists():
+        return
+    with open(disk / "prepared_by", "a") as file:
+        file.write(f"{rank} ")
+    time.sleep(PREPARE_SECONDS)
+    (disk / "data").touch()
+
+
+def work(rank: int, world_size: int, rule: str, layout: str, folder: str) -> None:
+    node_rank, local_rank = divmod(rank, NPROC_PER_NODE)
+    disk = Path(folder) / (f"node{node_rank}" if layout == "local" else "shared")
+    disk.mkdir(exist_ok=True)
+    dist.barrier()  # all start at once
+    turn = {"local_rank": local_rank, "rank": rank}
+    with file_lock(disk) if rule == "file lock" else zero_first(turn[rule]):
+        prepare(disk, rank)
+
+
+def prepared_by(rule: str, layout: str) -> dict[str, list[int]]:
+    """Run the four processes; return for each disk the ranks that prepared its data."""
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = run_ranks(work, NNODES * NPROC_PER_NODE, rule, layout, folder)
+        assert not any(outcome.error for outcome in outcomes), outcomes
+        return {
+            path.parent.name: sorted(map(int, path.read_text().split()))
+            for path in sorted(Path(folder).glob("*/prepared_by"))
+        }
+
+
+def main() -> int:
+    print("ranks 0 and 1 are node 0, ranks 2 and 3 node 1; who prepared each disk's data:")
+    once = {}
+    for rule in ("local_rank", "rank", "file lock"):
+        cells = []
+        for layout in ("local", "shared"):
+            disks = prepared_by(rule, layout)
+            once[rule, layout] = all(len(ranks) == 1 for ranks in disks.values())
+            text = ", ".join(f"{disk} by {ranks}" for disk, ranks in disks.items())
+            cells.append(text if once[rule, layout] else f"{text} RACE")
+        print(f"  {rule:12}{cells[0]:44}{cells[1]}")
+    return conclude(
+        {
+            "zero first by local_rank is right where each node has its own disk, a race on one "
+            "that they share": once["local_rank", "local"] and not once["local_rank", "shared"],
+            "zero first by rank is right on a shared disk, a race on the disks of other nodes": (
+                once["rank", "shared"] and not once["rank", "local"]
+            ),
+            "a file lock is right on both, without a process group": once["file lock", "local"]
+            and once["file lock", "shared"],
+        }
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,410 @@
+"""Every way to launch train_ddp.py, with the commands of the README's table."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import (
+    ROOT,
+    Finished,
+    environment,
+    finish,
+    run,
+    script,
+    start,
+    stray_processes,
+    summary,
+    torchrun,
+)
+
+SHORT = "--dataset synthetic --model linear --max-steps 20 --threads 1 --no-progress"
+ONCE = ROOT / "tests" / "crash_once.py"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the README's table.
+
+    Attributes:
+        method: what it is called there.
+        command: literally. $HOST0 and $PORT are where rank 0 is, $NODE is the node's number, and
+            $SHARED a folder that all nodes see.
+        nodes: on how many the command is given.
+        slow: whether its test takes a minute, or needs more than this project.
+    """
+
+    method: str
+    command: str
+    nodes: int = 1
+    slow: bool = False
+
+
+LAUNCH_TABLE = [
+    Row("torchrun, one node", "torchrun --standalone --nproc_per_node 2 train_ddp.py"),
+    Row("no launcher, one node", "python train_ddp.py --nprocs 2"),
+    Row("script, one node", "NPROC_PER_NODE=2 scripts/run_single_node.sh"),
+    Row(
+        "torch.distributed.launch",
+        "python -m torch.distributed.launch --nproc_per_node 2 train_ddp.py",
+    ),
+    Row(
+        "torch.distributed.launch, environment",
+        "python -m torch.distributed.launch --use_env --nproc_per_node 2 train_ddp.py",
+    ),
+    Row(
+        "torchrun, static",
+        "torchrun --nnodes 2 --node_rank $NODE --master_addr $HOST0 --master_port $PORT"
+        " --nproc_per_node 1 --rdzv-conf timeout=120 train_ddp.py",
+        nodes=2,
+    ),
+    Row(
+        "torchrun, c10d",
+        "torchrun --nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint $HOST0:$PORT"
+        " --rdzv_id job1 --rdzv-conf join_timeout=120 train_ddp.py",
+        nodes=2,
+    ),
+    Row(
+        "torchrun, elastic",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:2 --max_restarts 3"
+        " --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint $HOST0:$PORT --rdzv_id job1"
+        " --rdzv-conf join_timeout=120,last_call_timeout=10 train_ddp.py",
+        nodes=2,
+        slow=True,
+    ),
+    Row(
+        "script, several nodes",
+        "NPROC_PER_NODE=1 MASTER_ADDR=$HOST0 MASTER_PORT=$PORT scripts/run_multi_node.sh",
+        nodes=2,
+    ),
+    Row(
+        "no launcher, several nodes",
+        "python train_ddp.py --nprocs 1 --nnodes 2 --node-rank $NODE"
+        " --init-method tcp://$HOST0:$PORT",
+        nodes=2,
+    ),
+    Row(
+        "variables by hand",
+        "RANK=$NODE WORLD_SIZE=2 MASTER_ADDR=$HOST0 MASTER_PORT=$PORT python train_ddp.py",
+        nodes=2,
+    ),
+    Row(
+        "--init-method env://",
+        "MASTER_ADDR=$HOST0 MASTER_PORT=$PORT"
+        " python train_ddp.py --init-method env:// --rank $NODE --world-size 2",
+        nodes=2,
+    ),
+    Row(
+        "--init-method tcp://",
+        "python train_ddp.py --init-method tcp://$HOST0:$PORT --rank $NODE --world-size 2",
+        nodes=2,
+    ),
+    Row(
+        "--init-method file://",
+        "python train_ddp.py --init-method file://$SHARED/meet --rank $NODE --world-size 2",
+        nodes=2,
+    ),
+    # The tests of these three are in test_clusters.py and test_hosts.py.
+    Row("srun", "srun --ntasks 2 python train_ddp.py"),
+    Row("mpirun", "mpirun -n 2 python train_ddp.py"),
+    Row("sbatch", "sbatch scripts/slurm.sbatch"),
+    Row("script, over ssh", 'HOSTS="node0 node1" scripts/run_ssh.sh'),
+]
+ELSEWHERE = ("srun", "mpirun", "sbatch", "script, over ssh")
+
+
+def row(method: str) -> Row:
+    return next(row for row in LAUNCH_TABLE if row.method == method)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def path_of_python() -> str:
+    return f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+
+def launch(row: Row, flags: str, shared: Path, **extra: str) -> list[subprocess.Popen[str]]:
+    """Start a row's command, with flags added at its end, once for each node on this host."""
+    known = {"HOST0": "127.0.0.1", "PORT": str(free_port()), "SHARED": str(shared)}
+    return [
+        start(
+            *("bash", "-c", f"{row.command} {flags}"),
+            **(known | {"NODE": str(node), "PATH": path_of_python()} | extra),
+        )
+        for node in range(row.nodes)
+    ]
+
+
+def finish_all(processes: list[subprocess.Popen[str]], timeout: float) -> list[Finished]:
+    begin = time.monotonic()
+    return [finish(process, timeout, begin) for process in processes]
+
+
+def error_lines(ended: Finished) -> list[str]:
+    return [line for line in ended.text.splitlines() if line.startswith("train_ddp.py: error: ")]
+
+
+@pytest.fixture(scope="module")
+def expected(synthetic_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights that two processes reach, however they were started."""
+    folder = tmp_path_factory.mktemp("expected")
+    flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {folder}"
+    ended = finish_all(launch(row("no launcher, one node"), flags, folder), 60)
+    assert ended[0].returncode == 0, ended[0].text
+    return summary(folder)["weights_sha256"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=row.method, marks=[pytest.mark.slow] if row.slow else [])
+        for row in LAUNCH_TABLE
+        if row.method not in ELSEWHERE
+    ],
+)
+def test_every_way_reaches_the_same_weights(
+    row: Row, synthetic_dir: Path, tmp_path: Path, expected: str
+) -> None:
+    flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
+    for ended in finish_all(launch(row, flags, tmp_path), 90):
+        assert ended.returncode == 0, ended.text
+    found = summary(tmp_path / "run")
+    assert (found["world_size"], found["backend"]) == (2, "gloo")
+    assert found["weights_sha256"] == expected
+
+
+@pytest.mark.slow
+def test_an_elastic_job_grows_and_shrinks(synthetic_dir: Path, tmp_path: Path) -> None:
+    """One node begins, a second joins, and the first goes on when that one is killed."""
+    command = row("torchrun, elastic").command.replace(
+        "last_call_timeout=10", "last_call_timeout=3"
+    )
+    flags = (
+        f"--dataset synthetic --data-dir {synthetic_dir} --model linear --epochs 100000 --threads 1"
+        f" --no-progress --no-tensorboard --run-dir {tmp_path}/run"
+    )
+    variables = environment(HOST0="127.0.0.1", PORT=str(free_port()), PATH=path_of_python())
+    log = tmp_path / "log"
+
+    def start_node() -> subprocess.Popen[bytes]:
+        with open(log, "a") as output:
+            return subprocess.Popen(
+                ["bash", "-c", f"exec env {command} {flags}"],
+                env=variables,
+                cwd=ROOT,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def wait_until(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 100
+        while not condition():
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+
+    def epochs() -> int:
+        path = tmp_path / "run" / "metrics.jsonl"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    nodes = [start_node()]
+    try:
+        wait_until(lambda: epochs() > 0)
+        nodes.append(start_node())
+        wait_until(lambda: "2 x cpu" in log.read_text())
+        grown = epochs()
+        wait_until(lambda: epochs() > grown)
+        os.killpg(nodes[1].pid, signal.SIGKILL)
+        time.sleep(3)  # what two ranks still had under way
+        alone = epochs()
+        wait_until(lambda: epochs() > alone + 1)
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                node.terminate()
+            node.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "words"),
+    [
+        ("--backend mpi", 2, "--backend mpi: this torch was built with"),
+        ("--backend nccl --device cpu", 2, "--backend nccl needs CUDA devices"),
+        ("--nprocs 2 --nnodes 2", 2, "--nnodes needs the address of node 0"),
+        ("--rank 2 --world-size 2", 2, "--rank 2 is not below --world-size 2"),
+        ("--rank 0", 2, "--rank and --world-size go together"),
+        ("--init-method tcp://host", 2, "is not env://, tcp://host:port or file:///path"),
+        ("--init-method tcp://host:70000", 2, "is not a port"),
+        ("--nprocs 2 --node-rank 1", 2, "--node-rank 1 is not below --nnodes 1"),
+        (
+            "--rank 0 --world-size 2 --init-method file:///no/such/folder",
+            2,
+            "file:///no/such/folder cannot be written",
+        ),
+    ],
+)
+def test_what_cannot_work_is_told_in_one_line(
+    flags: str, status: int, words: str, synthetic_dir: Path
+) -> None:
+    common = ["--dataset", "synthetic", "--data-dir", synthetic_dir]
+    ended = run(*script("train_ddp.py", *common, *flags.split()), timeout=30)
+    assert ended.returncode == status, ended.text
+    assert words in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
+        ({"RANK": "1"}, "RANK is set and WORLD_SIZE is not"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x is not a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "0"}, "MASTER_PORT=0 is not a port"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"},
+            "LOCAL_RANK=2 is not below",
+        ),
+    ],
+)
+def test_variables_that_contradict_each_other(variables: dict[str, str], words: str) -> None:
+    from utils import config, distributed
+
+    args = config.build_parser("ddp", None).parse_args([])
+    with pytest.raises(config.UsageError, match=words):
+        distributed.set_environment(args, dict(variables))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node7", "node7"),
+        ("node[03-05,9],other", "node03"),
+        ("gpu[2,4]-ib,x", "gpu2-ib"),
+        ("rack[1-2]node[10-20]", "rack1node10"),
+        ("a,b[1-3]", "a"),
+    ],
+)
+def test_the_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
+    from utils import distributed
+
+    assert distributed._first_slurm_host({"SLURM_NODELIST": nodes}) == first
+
+
+def test_one_line_for_all_ranks_of_a_launcher(synthetic_dir: Path) -> None:
+    common = ["--dataset", "synthetic", "--data-dir", synthetic_dir, "--backend", "mpi"]
+    ended = run(*torchrun(2, "train_ddp.py", *common), timeout=60)
+    assert ended.returncode == 1
+    assert len(error_lines(ended)) == 1, ended.text
+    ended = run(*script("train_ddp.py", *common, "--nprocs", 3), timeout=60)
+    assert ended.returncode == 2, ended.text
+    assert len(error_lines(ended)) == 1, ended.text
+
+
+def crash_once(folder: Path, how: str, rank: int = 1) -> dict[str, str]:
+    return {"CRASH_FLAG": str(folder / "crashed"), "CRASH_RANK": str(rank), "CRASH_HOW": how}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["raise", "kill"])
+@pytest.mark.parametrize("method", ["torchrun, one node", "torchrun, static"])
+def test_torchrun_starts_all_again_after_a_crash(
+    method: str, how: str, synthetic_dir: Path, tmp_path: Path, expected: str
+) -> None:
+    """Ranks that start again must not meet at the addresses of the attempt before."""
+    command = row(method).command.replace("train_ddp.py", str(ONCE))
+    again = Row(method, command.replace("torchrun", "torchrun --max_restarts 1"), row(method).nodes)
+    flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
+    for ended in finish_all(launch(again, flags, tmp_path, **crash_once(tmp_path, how)), 120):
+        assert ended.returncode == 0, ended.text
+    assert (tmp_path / "crashed").exists()
+    assert summary(tmp_path / "run")["weights_sha256"] == expected
+
+
+def test_a_killed_rank_ends_the_others(synthetic_dir: Path, tmp_path: Path) -> None:
+    common = ["--dataset", "synthetic", "--data-dir", synthetic_dir, "--model", "linear"]
+    command = script("train_ddp.py", *common, "--nprocs", 2, "--run-dir", tmp_path)
+    command[1] = ONCE
+    ended = run(*command, timeout=60, **crash_once(tmp_path, "kill"))
+    assert ended.returncode == 1, ended.text
+    lines = error_lines(ended)
+    assert any("rank 1 (pid " in line and "was killed by SIGKILL" in line for line in lines), lines
+    assert any("rank 0 lost the others" in line for line in lines), lines
+    assert len(lines) == 2
+    assert "Traceback" not in ended.stderr
+
+
+def start_waiting(synthetic_dir: Path, *flags: Any) -> subprocess.Popen[str]:
+    """Start a rank that waits for others who never come, and return when it does wait."""
+    port = free_port()
+    common = ["--dataset", "synthetic", "--data-dir", synthetic_dir]
+    method = f"tcp://127.0.0.1:{port}"
+    process = start(*script("train_ddp.py", *common, "--init-method", method, *flags))
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return process
+        except OSError:
+            assert time.monotonic() < deadline
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_signal_ends_the_waiting(number: signal.Signals, synthetic_dir: Path) -> None:
+    process = start_waiting(synthetic_dir, "--rank", 0, "--world-size", 2)
+    begin = time.monotonic()
+    process.send_signal(number)
+    ended = finish(process, 10, begin)
+    assert ended.returncode == 128 + number
+    assert ended.seconds < 3
+    assert f"stopped by {number.name} while waiting" in ended.stderr
+
+
+def test_the_parent_of_spawn_passes_a_signal_on(synthetic_dir: Path) -> None:
+    process = start_waiting(synthetic_dir, "--nprocs", 2, "--nnodes", 2)
+    process.send_signal(signal.SIGTERM)
+    ended = finish(process, 10)
+    assert ended.returncode == 143, ended.text
+    assert len(error_lines(ended)) == 1, ended.text
+
+
+def test_killing_the_parent_of_spawn_leaves_nobody(synthetic_dir: Path) -> None:
+    process = start_waiting(synthetic_dir, "--nprocs", 2, "--nnodes", 2)
+    process.kill()
+    process.communicate(timeout=10)
+    assert stray_processes(wait=5.0) == []
+
+
+@pytest.mark.parametrize("name", ["run_single_node.sh", "run_multi_node.sh", "run_ssh.sh"])
+def test_a_dry_run_prints_command_and_ranks(name: str) -> None:
+    settings = {"NPROC_PER_NODE": "4", "NNODES": "3", "MASTER_ADDR": "10.0.0.1", "HOSTS": "a b c"}
+    ended = run(ROOT / "scripts" / name, "--dry-run", "--epochs", 7, **settings)
+    assert ended.returncode == 0, ended.text
+    assert "train_ddp.py" in ended.stdout or name == "run_ssh.sh"
+    assert "--epochs 7" in ended.stdout
+    table = [line.split() for line in ended.stdout.partition("node ")[2].splitlines()[1:]]
+    expected = ["0-3"] if name == "run_single_node.sh" else ["0-3", "4-7", "8-11"]
+    assert [columns[-1] for columns in table] == expected
+    assert run(ROOT / "scripts" / name, "--help").returncode == 0
+
+
+def test_the_launch_scripts_say_what_is_missing() -> None:
+    ended = run(ROOT / "scripts" / "run_multi_node.sh")
+    assert (ended.returncode, "set MASTER_ADDR" in ended.stderr) == (2, True)
+    ended = run(ROOT / "scripts" / "run_multi_node.sh", MASTER_ADDR="a", NODE_RANK="2")
+    assert (ended.returncode, "NODE_RANK=2 is not below NNODES=2" in ended.stderr) == (2, True)
+    ended = run(ROOT / "scripts" / "run_ssh.sh")
+    assert (ended.returncode, "set HOSTS" in ended.stderr) == (2, True)
