@@ -30,6 +30,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if "slow" not in item.keywords]
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With ``--all``, let no file go without a test, and no test be skipped without a need."""
+    if not session.config.getoption("--all") or session.config.args != ["tests"]:
+        return
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    assert reporter is not None
+    passed = {report.nodeid.partition("::")[0] for report in reporter.stats.get("passed", [])}
+    skipped = [report.longrepr[2] for report in reporter.stats.get("skipped", [])]
+    problems = [
+        f"{path} ran no test"
+        for path in sorted(Path("tests").glob("test_*.py"))
+        if str(path) not in passed
+    ]
+    problems += [f"skipped for no need: {reason}" for reason in skipped if "needs" not in reason]
+    for problem in problems:
+        reporter.write_line(problem, red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 @pytest.fixture(scope="session")
 def synthetic_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data folder in which the synthetic set is prepared."""

@@ -187,7 +187,7 @@ def test_download_goes_on_to_the_next_mirror(
 ) -> None:
     """One mirror answers with an error page, the next with files."""
     pytest.importorskip(
-        "torchvision", reason="downloads go through torchvision", exc_type=ImportError
+        "torchvision", reason="needs torchvision, which downloads", exc_type=ImportError
     )
     import http.server
     import threading

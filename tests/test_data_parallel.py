@@ -102,7 +102,7 @@ def test_keys_and_type_are_those_of_dataparallel() -> None:
 def test_torch_passes_through_where_there_is_no_gpu() -> None:
     """The reason for all of this; should torch change it, this module can go."""
     if torch.accelerator.is_available():
-        pytest.skip("there is a GPU here")
+        pytest.skip("needs a machine without a GPU")
     assert nn.DataParallel(nn.Linear(1, 1)).device_ids == []
 
 

@@ -60,6 +60,12 @@ def test_every_key_of_the_summary_is_listed() -> None:
         assert f"`{key}`" in README
 
 
+def test_every_lesson_and_script_is_named() -> None:
+    for path in [*(ROOT / "scripts").iterdir(), *(ROOT / "scripts" / "lessons").glob("[a-z]*.py")]:
+        name = path.stem if path.parent.name == "lessons" else path.name
+        assert path.name.startswith("__") or name in README, f"{path} is not in the README"
+
+
 def test_links_resolve() -> None:
     headings = {
         re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-")

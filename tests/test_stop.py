@@ -185,7 +185,7 @@ def test_a_full_disk_is_one_line_and_costs_no_checkpoint(
     disk.mkdir()
     mounted = run("mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", disk)
     if mounted.returncode != 0:
-        pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.strip()}")
+        pytest.skip(f"needs to mount a tmpfs: {mounted.stderr.strip()}")
     try:
         # 1.2 million weights and as many of momentum: 9.6 MB a checkpoint, and three do not fit.
         extra = ["--model", "basic", "--max-steps", 9, "--save-every-steps", 3, "--batch-size", 16]
