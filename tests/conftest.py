@@ -1,6 +1,7 @@
 """Fixtures: data without a network, a folder for runs, and proof that nothing is left behind."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,4 +72,6 @@ def no_process_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves a process of this project running."""
     yield
     strays = stray_processes()
+    for pid, _ in strays:
+        os.kill(pid, signal.SIGKILL)  # one failure, not a row of them
     assert not strays, f"left running: {strays}"
