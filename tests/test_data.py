@@ -174,7 +174,11 @@ def test_offline_the_start_ends_soon_with_one_line(tmp_path: Path) -> None:
 def test_a_name_server_that_never_answers_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data.urllib.request, "urlopen", lambda *a, **k: time.sleep(60))
+    def never(*args: object, **options: object) -> None:
+        time.sleep(60)
+        raise TimeoutError
+
+    monkeypatch.setattr(data.urllib.request, "urlopen", never)
     monkeypatch.setattr(data, "PROBE_TIMEOUT", 0.5)
     begin = time.monotonic()
     with pytest.raises(data.DataError, match="no answer"):

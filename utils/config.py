@@ -221,9 +221,12 @@ def _find_ddp_conflict(args: argparse.Namespace) -> str | None:
     if args.node_rank >= args.nnodes:
         return f"--node-rank {args.node_rank} is not below --nnodes {args.nnodes}: nodes start at 0"
     if args.nprocs is None and args.nnodes > 1:
-        return "--nnodes goes with --nprocs; torchrun has its own"
+        return "--nnodes and --node-rank go with --nprocs; torchrun has its own"
     if args.nprocs is not None and args.rank is not None:
         return "--nprocs numbers its processes itself: drop --rank and --world-size"
     if not re.fullmatch(r"env://|tcp://[^/]+:\d+|file:///.+", args.init_method):
         return f"--init-method {args.init_method} is not env://, tcp://host:port or file:///path"
+    port = args.init_method.rpartition(":")[2]
+    if args.init_method.startswith("tcp:") and not 0 < int(port) < 65_536:
+        return f"--init-method {args.init_method}: {port} is not a port (1 to 65535)"
     return None

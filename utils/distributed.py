@@ -5,7 +5,6 @@ A function marked *collective* must be called by every rank, in the same order.
 
 import argparse
 import ctypes
-import json
 import os
 import pickle
 import re
@@ -13,10 +12,13 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 import time
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -26,19 +28,26 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
-from utils import runtime, signals
+from utils import rendezvous, runtime, signals
 from utils.config import UsageError
+from utils.rendezvous import Member, RendezvousError, Stopped
 
 Result = TypeVar("Result")
 Run = Callable[[argparse.Namespace], int]
 
-POLL_SECONDS = 0.1
 DEFAULT_PORT = 29500
 PR_SET_PDEATHSIG = 1  # prctl(2)
+ROLL_SECONDS = 2.0  # in which every rank that is still there notices that one is not
+GRACE_SECONDS = 5.0  # for the other ranks to end by themselves when one has failed
+LAUNCHER_VARIABLE = "MNIST_LAUNCHER"  # tells the children of --nprocs who started them
 
 
-class RendezvousError(Exception):
-    """The ranks did not find each other, or do not belong together."""
+_members: list[Member] = []  # of this job
+_steps = 0  # that this process has agreed on
+
+
+class LostRank(Exception):
+    """A collective failed because another rank is gone, or did not answer in time."""
 
     exit_status = 1
 
@@ -46,25 +55,93 @@ class RendezvousError(Exception):
 def launch(run: Run, args: argparse.Namespace) -> int:
     """Find out how this process was started, call ``run`` as a rank, and return the exit status.
 
-    Whatever the launcher, ``run`` finds RANK, WORLD_SIZE and, where it is known, LOCAL_RANK and
-    LOCAL_WORLD_SIZE in the environment. On every way out the process group is destroyed.
+    Whatever the launcher, ``run`` finds RANK, WORLD_SIZE and, where it is known, LOCAL_RANK in
+    the environment. On every way out the process group is destroyed.
     """
-    if args.nprocs is not None:
-        return _spawn(run, args)
-    return runtime.guard(lambda args: _run_as_rank(run, args), args)
+    start = _spawn if args.nprocs is not None else _run_as_rank
+    return runtime.guard(lambda args: start(run, args), args)
 
 
 def _run_as_rank(run: Run, args: argparse.Namespace) -> int:
     launcher = set_environment(args)
-    if launcher != "alone":
+    if launcher in ("torchrun", "mpirun", "spawn"):  # a rank by hand may outlive its shell
         _die_with_parent()
     try:
-        status = record(run)(args)
+        outcome = record(_attempt)(run, args) or 0
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+    if isinstance(outcome, Exception):
+        # By hand each rank has a terminal; those of a launcher share one.
+        if launcher != "alone":
+            outcome.told_by_main = launcher != "environment" and _is_told(outcome)  # type: ignore[attr-defined]
+        raise outcome
     # A launcher takes any other status for a crash, and may start a stopped run again.
-    return 0 if launcher != "alone" and status > 128 else status
+    return 0 if launcher in ("torchrun", "slurm", "mpirun") and outcome > 128 else outcome
+
+
+def _attempt(run: Run, args: argparse.Namespace) -> int | Exception:
+    """Return the exit status, or an error that is told in one line.
+
+    Others go through ``record``, which puts their traceback into torchrun's report.
+    """
+    try:
+        return run(args)
+    except Exception as error:
+        if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
+            reason = re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0])
+            return LostRank(
+                f"rank {os.environ['RANK']} lost {_find_absent('Timed out' in reason)} ({reason})"
+            )
+        if hasattr(error, "exit_status"):
+            return error
+        raise
+
+
+def _find_absent(end_stalled: bool) -> str:
+    """Name the ranks that no longer answer, among those that do.
+
+    Each rank that notices leaves the number of its last step in the store; who leaves none is gone
+    or stalled. A stalled one of this host is killed, or torchrun would wait for it half a minute.
+    """
+    rank, absent = int(os.environ["RANK"]), dict(enumerate(_members))
+    steps: dict[int, int] = {}
+
+    def roll_call() -> None:
+        with suppress(RuntimeError):  # the store is rank 0's, and goes with it
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"lost/{rank}", str(_steps))
+            deadline = time.monotonic() + ROLL_SECONDS
+            while absent and time.monotonic() < deadline:
+                for other in [other for other in absent if store.check([f"lost/{other}"])]:
+                    steps[other] = int(store.get(f"lost/{other}"))
+                    del absent[other]
+                time.sleep(rendezvous.POLL_SECONDS)
+
+    # In a thread: where rank 0 has stalled, its store never answers, nor looks at a timeout.
+    caller = threading.Thread(target=roll_call, daemon=True)
+    caller.start()
+    caller.join(2 * ROLL_SECONDS)
+    if not steps:
+        absent = {0: _members[0]}
+    if not absent:
+        late = [str(_members[other]) for other in steps if steps[other] < max(steps.values())]
+        return f"no rank, but {', '.join(late) or 'none'} is behind: look at its load and --timeout"
+    for member in absent.values():
+        if end_stalled and member.host == _members[rank].host:
+            with suppress(ProcessLookupError):
+                os.kill(member.pid, signal.SIGKILL)
+    names = ", ".join(f"rank {member}" for member in absent.values())
+    return f"{names} at step {_steps}: it crashed, left or stalled; its own output says more"
+
+
+def _is_told(error: Exception) -> bool:
+    """Tell whether a lower rank of this host reports the same error: one line will do."""
+    if isinstance(error, RendezvousError):
+        here, rank = rendezvous.host_identity(), int(os.environ["RANK"])
+        return any(host == here and other < rank for other, host in error.present)
+    everywhere = isinstance(error, UsageError | Stopped) or hasattr(error, "told_by_main")
+    return everywhere and os.environ.get("LOCAL_RANK", "0") != "0"
 
 
 def set_environment(args: argparse.Namespace, environ: Any = os.environ) -> str:
@@ -77,39 +154,44 @@ def set_environment(args: argparse.Namespace, environ: Any = os.environ) -> str:
     if launcher == "alone":
         environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     if launcher == "slurm":
-        port = 20_000 + int(environ.get("SLURM_JOB_ID", 0)) % 20_000
+        # The same for all tasks of this step, and another for a step beside it.
+        port = _port_of(f"{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}")
         environ.update(
             RANK=environ["SLURM_PROCID"],
-            WORLD_SIZE=environ.get("SLURM_STEP_NUM_TASKS", environ["SLURM_NTASKS"]),
+            WORLD_SIZE=environ.get("SLURM_STEP_NUM_TASKS") or environ["SLURM_NTASKS"],
             LOCAL_RANK=environ["SLURM_LOCALID"],
             MASTER_ADDR=environ.get("MASTER_ADDR") or _first_slurm_host(environ),
-            MASTER_PORT=environ.get("MASTER_PORT", str(port)),
+            MASTER_PORT=environ.get("MASTER_PORT") or port,
         )
     if launcher == "mpirun":
         size, local_size = environ["OMPI_COMM_WORLD_SIZE"], environ["OMPI_COMM_WORLD_LOCAL_SIZE"]
-        if "MASTER_ADDR" not in environ and size != local_size:
+        if "MASTER_ADDR" not in environ and size != local_size and args.init_method == "env://":
             raise UsageError(
                 "mpirun over several hosts does not say where rank 0 is: add"
                 " -x MASTER_ADDR=<address of the first host>"
             )
+        port = _port_of(environ.get("PMIX_NAMESPACE", ""))  # mpirun's name of the job
         environ.update(
             RANK=environ["OMPI_COMM_WORLD_RANK"],
             WORLD_SIZE=size,
             LOCAL_RANK=environ["OMPI_COMM_WORLD_LOCAL_RANK"],
             LOCAL_WORLD_SIZE=local_size,
-            MASTER_ADDR=environ.get("MASTER_ADDR", "127.0.0.1"),
-            # mpirun is the parent of all ranks of a host: jobs side by side differ in it.
-            MASTER_PORT=environ.get("MASTER_PORT", str(20_000 + os.getppid() % 20_000)),
+            MASTER_ADDR=environ.get("MASTER_ADDR") or "127.0.0.1",
+            MASTER_PORT=environ.get("MASTER_PORT") or port,
         )
     if args.rank is not None:
+        if launcher != "environment":
+            raise UsageError(f"{launcher} numbers the processes: drop --rank and --world-size")
         environ.update(RANK=str(args.rank), WORLD_SIZE=str(args.world_size))
-    if args.local_rank is not None and "LOCAL_RANK" not in environ:
-        environ["LOCAL_RANK"] = str(args.local_rank)
+    if args.local_rank is not None:
+        environ.setdefault("LOCAL_RANK", str(args.local_rank))
     _check_environment(environ)
     return launcher
 
 
 def _identify(args: argparse.Namespace, environ: Any) -> str:
+    if LAUNCHER_VARIABLE in environ:
+        return environ[LAUNCHER_VARIABLE]
     if "TORCHELASTIC_RUN_ID" in environ:
         return "torchrun"
     if "RANK" in environ or "WORLD_SIZE" in environ or args.rank is not None:
@@ -125,9 +207,12 @@ def _identify(args: argparse.Namespace, environ: Any) -> str:
 def _first_slurm_host(environ: Any) -> str:
     """Return the first of ``node[03-05,9],other``, which is where task 0 runs."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", "127.0.0.1")
-    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?([^,\[]*)", nodes)
-    assert match is not None
-    return "".join(part or "" for part in match.groups())
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes).partition(",")[0]
+
+
+def _port_of(job: str) -> str:
+    """Choose a port by the name of a job, below those that the kernel hands out itself."""
+    return str(10_000 + zlib.crc32(job.encode()) % 20_000)
 
 
 def _check_environment(environ: Any) -> None:
@@ -137,18 +222,21 @@ def _check_environment(environ: Any) -> None:
             if not re.fullmatch(r"\d+", environ[name]):
                 raise UsageError(f"{name}={environ[name]} is not a whole number")
             values[name] = int(environ[name])
-    for name in ("RANK", "WORLD_SIZE"):
+    for name, sibling in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
         if name not in values:
-            raise UsageError(f"{name} is not set, though its sibling is: set both, or use torchrun")
+            raise UsageError(f"{sibling} is set and {name} is not: set both, or use torchrun")
     if values["RANK"] >= values["WORLD_SIZE"]:
         raise UsageError(
             f"RANK={values['RANK']} is not below WORLD_SIZE={values['WORLD_SIZE']}: ranks count"
             " from 0 (rank = node_rank * nproc_per_node + local_rank)"
         )
     if values.get("LOCAL_RANK", 0) >= values.get("LOCAL_WORLD_SIZE", sys.maxsize):
-        raise UsageError("LOCAL_RANK is not below LOCAL_WORLD_SIZE: it counts within a node")
+        raise UsageError(
+            f"LOCAL_RANK={values['LOCAL_RANK']} is not below"
+            f" LOCAL_WORLD_SIZE={values['LOCAL_WORLD_SIZE']}: it counts within a node, from 0"
+        )
     port = environ.get("MASTER_PORT", "1")
-    if not re.fullmatch(r"\d+", port) or not 0 < int(port) < 65_536:
+    if not re.fullmatch(r"\d{1,5}", port) or not 0 < int(port) < 65_536:
         raise UsageError(f"MASTER_PORT={port} is not a port (1 to 65535)")
 
 
@@ -161,54 +249,74 @@ def _die_with_parent() -> None:
 def _spawn(run: Run, args: argparse.Namespace) -> int:
     """Start the ranks of this node as child processes and wait for them."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise SystemExit("train_ddp.py: error: --nprocs starts processes itself: drop torchrun")
-    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT")
+        raise UsageError("--nprocs starts the processes itself: drop it, or drop torchrun")
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if args.nnodes > 1 and args.init_method == "env://" and address is None:
+        raise UsageError(
+            "--nnodes needs the address of node 0: --init-method tcp://<address>:<port>, or"
+            " MASTER_ADDR and MASTER_PORT, the same on every node"
+        )
     if port is None and args.nnodes == 1:
         with socket.socket() as probe:  # free now; rank 0 says so if it no longer is
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
     shared = {
-        "MASTER_ADDR": address,
+        LAUNCHER_VARIABLE: "spawn",
+        "MASTER_ADDR": address or "127.0.0.1",
         "MASTER_PORT": port or str(DEFAULT_PORT),
         "WORLD_SIZE": str(args.nnodes * args.nprocs),
         "LOCAL_WORLD_SIZE": str(args.nprocs),
     }
     first_rank = args.node_rank * args.nprocs
     context = mp.get_context("spawn")
-    children = []
-    for local_rank in range(args.nprocs):
-        ranks = {"RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
-        child = context.Process(target=_child, args=(run, args, shared | ranks))
-        child.start()
-        children.append(child)
-    return _wait_for(children)
+    children: dict[int, Any] = {}
+    try:
+        for local_rank in range(args.nprocs):
+            ranks = {"RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
+            child = context.Process(target=_child, args=(run, args, shared | ranks, os.getpid()))
+            child.start()
+            children[first_rank + local_rank] = child
+        return _wait_for(children)
+    finally:
+        for child in children.values():  # all have ended, unless a second Ctrl-C brought us here
+            child.kill()
 
 
-def _child(run: Run, args: argparse.Namespace, environment: dict[str, str]) -> None:
+def _child(run: Run, args: argparse.Namespace, environment: dict[str, str], parent: int) -> None:
     signals.install_handlers()
     _die_with_parent()
+    if os.getppid() != parent:  # it died before the kernel knew of our wish
+        sys.exit(1)
     os.environ.update(environment)
     args.nprocs = None
     sys.exit(launch(run, args))
 
 
-def _wait_for(children: list[Any]) -> int:
-    """Pass stop signals on, end the rest when one fails, and return the first bad status."""
-    status, forwarded = 0, 0
-    while any(child.is_alive() for child in children):
-        time.sleep(POLL_SECONDS)
+def _wait_for(children: dict[int, Any]) -> int:
+    """Pass a stop signal on, end the rest when one fails, and return the exit status."""
+    status, forwarded, deadline = 0, 0, float("inf")
+    while any(child.is_alive() for child in children.values()):
+        time.sleep(rendezvous.POLL_SECONDS)
         if signals.received() and not forwarded:
             forwarded = signals.received()
-            for child in children:
+            for child in children.values():
                 with suppress(ProcessLookupError):
                     os.kill(child.pid, forwarded)
-        failed = [child.exitcode for child in children if child.exitcode]
-        if failed and not status:
-            status = failed[0] if failed[0] > 0 else 128 - failed[0]
-            for child in children:
-                child.join(timeout=5)  # what ended one usually ends all, each with its own word
+        for rank, child in children.items():
+            # Above 128 all have agreed to stop, and rank 0 may still be saving.
+            if child.exitcode and child.exitcode < 128 and not status:
+                status, deadline = max(child.exitcode, 1), time.monotonic() + GRACE_SECONDS
+                if child.exitcode < 0 and not forwarded:
+                    script, name = Path(sys.argv[0]).name, signal.Signals(-child.exitcode).name
+                    print(
+                        f"{script}: error: rank {rank} (pid {child.pid}) was killed by {name}",
+                        file=sys.stderr,
+                    )
+        if time.monotonic() > deadline:
+            for child in children.values():
                 child.kill()
-    return status or (128 + forwarded if forwarded else 0)
+    codes = [child.exitcode for child in children.values()]
+    return 128 + forwarded if forwarded and any(codes) else status or max(codes)
 
 
 def setup_process_group(
@@ -244,36 +352,39 @@ def setup_process_group(
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     devices = runtime.select_devices(device_kind, device_ids)
     backend = _choose_backend(backend, devices[0])
-    facts = {"world size": world_size, "torch": str(torch.__version__), **(must_agree or {})}
-    deadline = time.monotonic() + rdzv_timeout
-    hellos = [{"host": socket.gethostname(), "pid": os.getpid(), "facts": facts}]
-    if world_size == 1:
-        store: dist.Store = dist.HashStore()
-    else:
-        store = _meet(init_method, rank, world_size, deadline, rdzv_timeout)
-        hellos = _roll_call(store, rank, world_size, facts, deadline, rdzv_timeout)
-    # tcp:// and file:// give no local rank: the hosts of the roll call do.
-    local_ranks = [i for i in range(world_size) if hellos[i]["host"] == hellos[rank]["host"]]
-    local_rank = int(os.environ.setdefault("LOCAL_RANK", str(local_ranks.index(rank))))
-    local_size = int(os.environ.setdefault("LOCAL_WORLD_SIZE", str(len(local_ranks))))
-    if devices[0].type == "cpu" or backend == "gloo":
-        device = devices[local_rank % len(devices)]  # gloo lets ranks share a GPU, NCCL does not
-    elif local_rank < len(devices):
-        device = devices[local_rank]
-    else:
-        raise UsageError(
-            f"{local_size} processes on this node for {len(devices)} GPUs: start one for each"
-            " (--nproc_per_node), or try --backend gloo, whose ranks may share"
-        )
-    runtime.setup_device(device, threads, local_size)
-    dist.init_process_group(
-        # Small host-side agreements go over gloo, which leaves the GPU's queue alone.
-        "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout),
+    own = Member(
+        rank,
+        world_size,
+        {"torch": str(torch.__version__), "backend": backend, **(must_agree or {})},
+        local_rank=int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None,
+        devices=len(devices) if backend == "nccl" else 0,  # gloo lets ranks share a GPU
+        patience=rdzv_timeout,
     )
+    deadline = time.monotonic() + rdzv_timeout
+    store, members = _meet(init_method, own)
+    _members[:] = members
+    local_rank, sharing = _find_local_rank(own, members)
+    _choose_interface(own, members)
+    device = devices[local_rank % len(devices)]
+    runtime.setup_device(device, threads, sharing)
+    try:
+        dist.init_process_group(
+            # Small host-side agreements go over gloo, which leaves the GPU's queue alone.
+            "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=max(3.0, deadline - time.monotonic())),
+        )
+    except RuntimeError as error:
+        raise RendezvousError(
+            f"rank {own} has met all ranks, but {backend} cannot connect them"
+            f" ({str(error).splitlines()[0]}): each host must reach each other one on all ports,"
+            " through the interface that GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) names"
+        ) from error
+    # What bounds the rendezvous is too short for a collective. Older releases hide the setter.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(timedelta(seconds=timeout))
     return device, rank, world_size, backend
 
 
@@ -292,150 +403,81 @@ def _choose_backend(backend: str, device: torch.device) -> str:
     return backend
 
 
-def _meet(
-    init_method: str, rank: int, world_size: int, deadline: float, rdzv_timeout: float
-) -> dist.Store:
-    """Return a store of this attempt that all ranks can reach."""
+def _meet(init_method: str, own: Member) -> tuple[dist.Store, list[Member]]:
+    """Hold the roll call; return a store that all ranks of this attempt share, and all ranks."""
+    if own.world_size == 1:
+        return dist.HashStore(), [own]
+    place = _meeting_place(init_method)
+    if own.rank > 0:
+        host, port, members = rendezvous.answer_roll(place, own)
+        return dist.TCPStore(host, port, None, False, wait_for_workers=False), members
+    word = secrets.token_hex(8) if place.is_published else ""
+    listener = rendezvous.open_roll(place, own, word)
+    members = rendezvous.call_roll(listener, word, own, place.hint())
+    place.withdraw()
+    port = listener.getsockname()[1]
+    # The port stays ours: the store goes on listening where the others found us.
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        None,
+        True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return store, members
+
+
+def _meeting_place(init_method: str) -> rendezvous.Address:
     if init_method.startswith("file://"):
-        return dist.FileStore(init_method.removeprefix("file://"), world_size)
+        return rendezvous.File(init_method.removeprefix("file://"))
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    port = int(os.environ.get("MASTER_PORT", DEFAULT_PORT))
     if init_method.startswith("tcp://"):
-        address, _, port_text = init_method.removeprefix("tcp://").rpartition(":")
-        port = int(port_text)
-    else:
-        address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        port = int(os.environ.get("MASTER_PORT", DEFAULT_PORT))
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            agent_store = _connect(address, port, deadline, rdzv_timeout)
-            return _fresh_store(agent_store, address, rank, deadline, rdzv_timeout)
-    if rank > 0:
-        return _connect(address, port, deadline, rdzv_timeout)
-    try:
-        return dist.TCPStore(address, port, None, True, wait_for_workers=False)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise RendezvousError(
-            f"rank 0 cannot listen on {address}:{port} ({reason}): the port is taken by another"
-            " program, or the address is not this machine's; choose another MASTER_PORT, or use"
-            " torchrun --standalone, which finds a free one"
-        ) from error
+        address, _, text = init_method.removeprefix("tcp://").rpartition(":")
+        return rendezvous.Address(address.strip("[]"), int(text))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun's agent has the port, and keeps its store over restarts: ranks that read there
+        # the addresses of the attempt before hang (pytorch/pytorch#135712).
+        store = dist.TCPStore(address, port, None, False, wait_for_workers=False)
+        return rendezvous.Board(address, port, store)
+    return rendezvous.Address(address, port)
 
 
-def _connect(address: str, port: int, deadline: float, rdzv_timeout: float) -> dist.TCPStore:
-    """Connect to a TCPStore, waiting for it to appear until the deadline."""
-    problem = "no attempt"
-    while time.monotonic() < deadline and not signals.received():
-        try:
-            # A plain socket first: TCPStore itself would fill the log with its attempts.
-            socket.create_connection((address, port), timeout=1).close()
-            left = max(1.0, deadline - time.monotonic())
-            return dist.TCPStore(
-                address, port, None, False, timedelta(seconds=left), wait_for_workers=False
-            )
-        except (OSError, RuntimeError) as error:
-            problem = str(error).splitlines()[0]
-            time.sleep(POLL_SECONDS)
-    raise RendezvousError(
-        f"rank {os.environ['RANK']} waited {rdzv_timeout:.0f} s for rank 0 at {address}:{port}"
-        f" ({problem}): is rank 0 started, MASTER_ADDR its address, the port open, and no other"
-        " program behind it?"
-    )
+def _find_local_rank(own: Member, members: list[Member]) -> tuple[int, int]:
+    """Return this rank's number on its host, and how many ranks share its cores.
 
-
-def _fresh_store(
-    agent_store: dist.Store, address: str, rank: int, deadline: float, rdzv_timeout: float
-) -> dist.Store:
-    """Return a store that no earlier attempt has written to, hosted by rank 0.
-
-    torchrun's agent keeps its store over restarts, and ranks that read the addresses of the
-    attempt before hang (pytorch/pytorch#135712). Rank 0 therefore publishes where its own is; the
-    nonce in it proves to the others that it is alive and not what was published before.
+    tcp:// and file:// give no local rank: the roll call does. Slurm and mpirun may give each rank
+    cores of its own.
     """
-    key = "fresh_store"
-    if rank == 0:
-        store = dist.TCPStore("0.0.0.0", 0, None, True, wait_for_workers=False)
-        nonce = secrets.token_hex(8)
-        store.set("nonce", nonce)
-        hosts = [_address_towards(address), address, socket.gethostname()]
-        agent_store.set(key, json.dumps([list(dict.fromkeys(hosts)), store.port, nonce]))
-        return store
-    problem = "it published nothing"
-    while time.monotonic() < deadline and not signals.received():
-        if agent_store.check([key]):
-            hosts, port, nonce = json.loads(agent_store.get(key))
-            for host in hosts:
-                try:
-                    socket.create_connection((host, port), timeout=1).close()
-                    store = dist.TCPStore(
-                        host, port, None, False, timedelta(seconds=5), wait_for_workers=False
-                    )
-                    if store.check(["nonce"]) and store.get("nonce").decode() == nonce:
-                        return store
-                except (OSError, RuntimeError) as error:
-                    problem = f"{host}:{port}: {str(error).splitlines()[0]}"
-        time.sleep(POLL_SECONDS)
-    raise RendezvousError(
-        f"rank {rank} waited {rdzv_timeout:.0f} s for rank 0 ({problem}): did rank 0 start, and"
-        " can this host reach it?"
-    )
+    for member in members:
+        mates = [other for other in members if other.host == member.host]
+        local_rank = mates.index(member) if member.local_rank is None else member.local_rank
+        if member.rank == own.rank:
+            os.environ["LOCAL_RANK"] = str(local_rank)
+            sharing = sum(bool(int(mate.cores, 16) & int(own.cores, 16)) for mate in mates)
+            result = local_rank, max(1, sharing)
+        if member.devices and local_rank >= member.devices:
+            raise UsageError(
+                f"rank {member} is number {local_rank} on its node and sees {member.devices} GPUs:"
+                " start one process for each (--nproc_per_node), or try --backend gloo, whose"
+                " ranks may share"
+            )
+    return result
 
 
-def _address_towards(address: str) -> str:
-    """Return the own address that packets to ``address`` carry."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # sends nothing; the kernel chooses the route
-        return probe.getsockname()[0]
-    return socket.gethostname()
+def _choose_interface(own: Member, members: list[Member]) -> None:
+    """Let gloo use the interface by which the hosts met.
 
-
-def _roll_call(
-    store: dist.Store,
-    rank: int,
-    world_size: int,
-    facts: dict[str, Any],
-    deadline: float,
-    rdzv_timeout: float,
-) -> list[dict[str, Any]]:
-    """Wait until every rank has said hello, and compare what they said. Collective.
-
-    Raises:
-        RendezvousError: naming the ranks that are missing, twice there, or different.
+    Its own choice is where the hostname resolves to: 127.0.1.1 on many a Debian, where the other
+    hosts wait in vain.
     """
-    own = {"host": socket.gethostname(), "pid": os.getpid(), "facts": facts}
-    if store.add(f"claim/{rank}", 1) > 1:
-        # FileStore keeps what an earlier job wrote.
-        raise RendezvousError(
-            f"two processes claim rank {rank}: the same node_rank or RANK was given twice, or the"
-            " file of file:// is left from an earlier job (delete it)"
-        )
-    store.set(f"hello/{rank}", json.dumps(own))
-    hellos: dict[int, dict[str, Any]] = {}
-    while len(hellos) < world_size:
-        with suppress(RuntimeError):  # rank 0 may have given up first, and its store with it
-            for other in set(range(world_size)) - hellos.keys():
-                if store.check([f"hello/{other}"]):
-                    hellos[other] = json.loads(store.get(f"hello/{other}"))
-                    _compare(rank, own, other, hellos[other])
-        if time.monotonic() > deadline or signals.received():
-            missing = [str(i) for i in range(world_size) if i not in hellos]
-            here = ", ".join(f"{i} ({h['host']} pid {h['pid']})" for i, h in sorted(hellos.items()))
-            raise RendezvousError(
-                f"after {rdzv_timeout:.0f} s {len(hellos)} of {world_size} ranks are here: {here};"
-                f" missing: {', '.join(missing)}. Is WORLD_SIZE (nnodes * nproc_per_node) right,"
-                " every node started, and each with its own node_rank?"
-            )
-        time.sleep(POLL_SECONDS)
-    return [hellos[i] for i in range(world_size)]
-
-
-def _compare(rank: int, own: dict[str, Any], other_rank: int, other: dict[str, Any]) -> None:
-    for name, value in json.loads(json.dumps(own["facts"])).items():
-        theirs = other["facts"].get(name)
-        if theirs != value:
-            time.sleep(1)  # let the others read the same before this store goes
-            raise RendezvousError(
-                f"rank {other_rank} ({other['host']} pid {other['pid']}) has {name} {theirs},"
-                f" rank {rank} has {value}: start every rank with the same command and packages"
-            )
+    if len({member.host for member in members}) > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
+        main = members[0]
+        address = main.address if own.host == main.host else own.address
+        for name, its_address in rendezvous.own_addresses().items():
+            if its_address == address:
+                os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def from_main(function: Callable[..., Result], *args: Any) -> Result:
@@ -456,7 +498,9 @@ def from_main(function: Callable[..., Result], *args: Any) -> Result:
 
 
 def largest(number: int) -> int:
-    """Return the largest ``number`` of all ranks. Collective."""
+    """Return the largest ``number`` of all ranks; called at every step. Collective."""
+    global _steps
+    _steps += 1
     value = torch.tensor(number)
     dist.all_reduce(value, dist.ReduceOp.MAX)
     return int(value)
@@ -511,7 +555,8 @@ def wrap(
         bucket_cap_mb=bucket_cap_mb,  # type: ignore[arg-type]
         gradient_as_bucket_view=True,
         static_graph=True,
-        **{_BUFFER_FLAG: False},  # once before each evaluation will do, see broadcast_buffers
+        # Once before each evaluation will do, see broadcast_buffers.
+        **{_BUFFER_FLAG: False},  # type: ignore[arg-type]
     )
     buffers = [buffer.clone() for buffer in model.buffers()]
     for _ in range(2):

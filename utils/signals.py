@@ -1,10 +1,13 @@
 """Stop requests: finish the step, save, and leave."""
 
 import signal
+import time
 from collections.abc import Callable
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# A terminal sends Ctrl-C to every process, and launchers pass it on: one may arrive twice.
+SAME_CTRL_C_SECONDS = 1.0
 
 
 class StopRequest:
@@ -30,6 +33,7 @@ class StopRequest:
 
 
 _received = 0
+_when = 0.0
 
 
 def received() -> int:
@@ -40,14 +44,15 @@ def received() -> int:
 def install_handlers() -> None:
     """Note the stop signals from now on; called before anything slow.
 
-    A second Ctrl-C ends the process at once.
+    A second Ctrl-C, a second or more after the first signal, ends the process at once.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, _note)
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    global _received
-    if number == signal.SIGINT and _received == signal.SIGINT:
+    global _received, _when
+    if not _received:
+        _received, _when = number, time.monotonic()
+    elif number == signal.SIGINT and time.monotonic() - _when > SAME_CTRL_C_SECONDS:
         raise KeyboardInterrupt
-    _received = number
