@@ -65,6 +65,8 @@ fi
 
 # Each remote command ends when its standard input does, which is when this script ends, however
 # that comes about. Killing ssh itself would leave what it started running.
+# torchrun may then wait for the agent of a dead host, minutes in which it looks at no signal.
+readonly GRACE=20 # seconds
 folder=$(mktemp -d)
 mkfifo "$folder/lifeline"
 exec 9<>"$folder/lifeline"
@@ -78,7 +80,9 @@ start() { # node $1, with the script's flags after it
     "${ssh[@]}" "${hosts[$node]}" "cd $here && {
         exec 3<&0
         env $(settings "$node") scripts/run_multi_node.sh $flags </dev/null & job=\$!
-        { cat <&3 >/dev/null; kill -TERM \$job; } 2>/dev/null & watch=\$!
+        { cat <&3 >/dev/null; kill -TERM \$job; n=0
+          while [ \$n -lt $GRACE ]; do sleep 1; n=\$((n + 1)); done
+          kill -KILL \$job; } 2>/dev/null & watch=\$!
         wait \$job; status=\$?
         kill \$watch 2>/dev/null
         exit \$status; }" <"$folder/lifeline" 2>&1 | sed -u "s/^/[${hosts[$node]}] /"

@@ -25,6 +25,7 @@ from tests.processes import (
     summary,
     torchrun,
 )
+from utils import config, distributed
 
 SHORT = "--dataset synthetic --model linear --max-steps 20 --threads 1 --no-progress"
 ONCE = ROOT / "tests" / "crash_once.py"
@@ -153,7 +154,7 @@ def finish_all(processes: list[subprocess.Popen[str]], timeout: float) -> list[F
 
 
 def error_lines(ended: Finished) -> list[str]:
-    return [line for line in ended.text.splitlines() if line.startswith("train_ddp.py: error: ")]
+    return [line for line in ended.text.splitlines() if ".py: error: " in line]
 
 
 @pytest.fixture(scope="module")
@@ -243,11 +244,6 @@ def test_an_elastic_job_grows_and_shrinks(synthetic_dir: Path, tmp_path: Path) -
         ("--backend mpi", 2, "--backend mpi: this torch was built with"),
         ("--backend nccl --device cpu", 2, "--backend nccl needs CUDA devices"),
         ("--nprocs 2 --nnodes 2", 2, "--nnodes needs the address of node 0"),
-        ("--rank 2 --world-size 2", 2, "--rank 2 is not below --world-size 2"),
-        ("--rank 0", 2, "--rank and --world-size go together"),
-        ("--init-method tcp://host", 2, "is not env://, tcp://host:port or file:///path"),
-        ("--init-method tcp://host:70000", 2, "is not a port"),
-        ("--nprocs 2 --node-rank 1", 2, "--node-rank 1 is not below --nnodes 1"),
         (
             "--rank 0 --world-size 2 --init-method file:///no/such/folder",
             2,
@@ -266,6 +262,26 @@ def test_what_cannot_work_is_told_in_one_line(
 
 
 @pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--rank 2 --world-size 2", "--rank 2 is not below --world-size 2"),
+        ("--rank 0", "--rank and --world-size go together"),
+        ("--rank 0 --world-size 2 --nprocs 2", "--nprocs numbers its processes itself"),
+        ("--init-method tcp://host", "is not env://, tcp://host:port or file:///path"),
+        ("--init-method tcp://host:70000", "is not a port"),
+        ("--nprocs 2 --node-rank 1", "--node-rank 1 is not below --nnodes 1"),
+        ("--nnodes 2", "--nnodes and --node-rank go with --nprocs"),
+    ],
+)
+def test_flags_that_contradict_each_other(
+    flags: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        config.parse_args("ddp", None, flags.split())
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("variables", "words"),
     [
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
@@ -279,8 +295,6 @@ def test_what_cannot_work_is_told_in_one_line(
     ],
 )
 def test_variables_that_contradict_each_other(variables: dict[str, str], words: str) -> None:
-    from utils import config, distributed
-
     args = config.build_parser("ddp", None).parse_args([])
     with pytest.raises(config.UsageError, match=words):
         distributed.set_environment(args, dict(variables))
@@ -297,8 +311,6 @@ def test_variables_that_contradict_each_other(variables: dict[str, str], words: 
     ],
 )
 def test_the_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
-    from utils import distributed
-
     assert distributed._first_slurm_host({"SLURM_NODELIST": nodes}) == first
 
 
@@ -340,7 +352,7 @@ def test_a_killed_rank_ends_the_others(synthetic_dir: Path, tmp_path: Path) -> N
     assert ended.returncode == 1, ended.text
     lines = error_lines(ended)
     assert any("rank 1 (pid " in line and "was killed by SIGKILL" in line for line in lines), lines
-    assert any("rank 0 lost the others" in line for line in lines), lines
+    assert any("rank 0 lost rank 1 (" in line for line in lines), lines
     assert len(lines) == 2
     assert "Traceback" not in ended.stderr
 
@@ -395,7 +407,7 @@ def test_a_dry_run_prints_command_and_ranks(name: str) -> None:
     assert ended.returncode == 0, ended.text
     assert "train_ddp.py" in ended.stdout or name == "run_ssh.sh"
     assert "--epochs 7" in ended.stdout
-    table = [line.split() for line in ended.stdout.partition("node ")[2].splitlines()[1:]]
+    table = [line.split() for line in ended.stdout.partition("\nnode ")[2].splitlines()[1:]]
     expected = ["0-3"] if name == "run_single_node.sh" else ["0-3", "4-7", "8-11"]
     assert [columns[-1] for columns in table] == expected
     assert run(ROOT / "scripts" / name, "--help").returncode == 0

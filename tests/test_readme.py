@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_launch import LAUNCH_TABLE, Row
 from tests.test_scripts import CONTRACT
 from utils import config
 
@@ -15,7 +16,7 @@ README = (ROOT / "README.md").read_text()
 def table_flags() -> dict[str, str]:
     """Return each flag of the README's tables with its default."""
     flags = {}
-    for line in README.splitlines():
+    for line in README.partition("\n## Flags")[2].partition("\n## ")[0].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("| `--"):
             names, defaults = re.findall(r"--[\w-]+", cells[0]), cells[1].split(",")
@@ -64,6 +65,11 @@ def test_every_lesson_and_script_is_named() -> None:
     for path in [*(ROOT / "scripts").iterdir(), *(ROOT / "scripts" / "lessons").glob("[a-z]*.py")]:
         name = path.stem if path.parent.name == "lessons" else path.name
         assert path.name.startswith("__") or name in README, f"{path} is not in the README"
+
+
+@pytest.mark.parametrize("row", LAUNCH_TABLE, ids=lambda row: row.method)
+def test_the_launch_table_has_the_commands_that_are_tested(row: Row) -> None:
+    assert f"| {row.method} | `{row.command}` |" in README
 
 
 def test_links_resolve() -> None:

@@ -1,0 +1,262 @@
+"""Slurm and Open MPI for real: a controller and a node of Slurm's, on this machine alone."""
+
+import getpass
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT, environment, run, stray_processes, summary
+from tests.test_launch import (
+    SHORT,
+    error_lines,
+    expected,  # noqa: F401
+    finish_all,
+    launch,
+    path_of_python,
+    row,
+)
+
+pytestmark = pytest.mark.slow
+
+SLURM = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
+needs_mpirun = pytest.mark.skipif(not shutil.which("mpirun"), reason="needs Open MPI's mpirun")
+# Of no use to a real cluster: it may run more ranks than cores, and as root.
+MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+
+
+@needs_mpirun
+def test_mpirun(synthetic_dir: Path, tmp_path: Path, expected: str) -> None:  # noqa: F811
+    flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
+    (ended,) = finish_all(launch(row("mpirun"), flags, tmp_path, **MPI), 90)
+    assert ended.returncode == 0, ended.text
+    assert summary(tmp_path / "run")["weights_sha256"] == expected
+
+
+@needs_mpirun
+def test_mpirun_side_by_side(synthetic_dir: Path, tmp_path: Path, expected: str) -> None:  # noqa: F811
+    """Two jobs on one host find ports of their own."""
+    jobs = [
+        launch(
+            row("mpirun"),
+            f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/{job}",
+            tmp_path,
+            **MPI,
+        )
+        for job in range(2)
+    ]
+    for job, processes in enumerate(jobs):
+        (ended,) = finish_all(processes, 120)
+        assert ended.returncode == 0, ended.text
+        assert summary(tmp_path / str(job))["weights_sha256"] == expected
+
+
+@needs_mpirun
+def test_one_line_under_mpirun(synthetic_dir: Path, tmp_path: Path) -> None:
+    flags = f"--dataset synthetic --data-dir {synthetic_dir} --backend mpi"
+    (ended,) = finish_all(launch(row("mpirun"), flags, tmp_path, **MPI), 60)
+    assert ended.returncode != 0
+    assert len(error_lines(ended)) == 1, ended.text
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Start munged, slurmctld and slurmd out of a temporary folder; yield what finds them."""
+    missing = [name for name in SLURM if not shutil.which(name)]
+    if missing or os.geteuid() != 0:
+        pytest.skip(f"needs root and {', '.join(missing) or 'nothing else'} (slurm-wlm, munge)")
+    folder = tmp_path_factory.mktemp("slurm")
+    # munged refuses folders that others may write to, which /tmp is.
+    for parent in (folder, *folder.parents):
+        if parent.name.startswith("pytest-"):
+            parent.chmod(0o755)
+    key, munge_socket = folder / "key", folder / "munge.socket"
+    key.write_bytes(os.urandom(64))
+    key.chmod(0o600)
+    name = socket.gethostname()
+    ports = []
+    for _ in range(2):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            ports.append(probe.getsockname()[1])
+    (folder / "slurm.conf").write_text(f"""
+ClusterName=test
+SlurmctldHost={name}(127.0.0.1)
+SlurmUser={getpass.getuser()}
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
+AuthType=auth/munge
+AuthInfo=socket={munge_socket}
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+JobRequeue=1
+ReturnToService=2
+KillWait=5
+MinJobAge=300
+SchedulerParameters=batch_sched_delay=1,sched_interval=2
+NodeName={name} NodeAddr=127.0.0.1 CPUs={os.cpu_count()} State=UNKNOWN
+PartitionName=test Nodes={name} Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
+""")
+    (folder / "state").mkdir()
+    (folder / "spool").mkdir()
+    found = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": path_of_python()}
+    commands = [
+        ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={munge_socket}",
+         f"--pid-file={folder}/munged.pid", f"--log-file={folder}/munged.log",
+         f"--seed-file={folder}/munged.seed"],
+        ["slurmctld", "-D", "-i"],
+        ["slurmd", "-D"],
+    ]  # fmt: skip
+    daemons = []
+    try:
+        for command in commands:
+            with open(folder / f"{command[0]}.out", "w") as output:
+                daemons.append(
+                    subprocess.Popen(
+                        command, env=environment(**found), stdout=output, stderr=output
+                    )
+                )
+            time.sleep(1)
+        deadline = time.monotonic() + 30
+        while run("sinfo", "-h", "-o", "%T", **found).stdout.strip() != "idle":
+            logs = "\n".join(path.read_text()[-2000:] for path in folder.glob("*.[lo]*"))
+            assert time.monotonic() < deadline, logs
+            time.sleep(0.5)
+        yield found
+    finally:
+        if len(daemons) == len(commands):
+            run("scancel", "--user", getpass.getuser(), **found)
+            time.sleep(1)
+        for daemon in reversed(daemons):
+            daemon.send_signal(signal.SIGTERM)
+        for daemon in daemons:
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        for pid, _ in stray_processes():
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    """Leave the daemons alone, which live as long as the module: they look for steps left over."""
+    yield
+    deadline = time.monotonic() + 10
+    while True:
+        strays = [(pid, command) for pid, command in stray_processes(0) if "train_" in command]
+        if not strays:
+            return
+        assert time.monotonic() < deadline, f"left running: {strays}"
+        time.sleep(0.2)
+
+
+def test_srun(
+    slurm: dict[str, str], synthetic_dir: Path, tmp_path: Path, expected: str  # noqa: F811
+) -> None:  # fmt: skip
+    flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
+    (ended,) = finish_all(launch(row("srun"), flags, tmp_path, **slurm), 90)
+    assert ended.returncode == 0, ended.text
+    assert summary(tmp_path / "run")["weights_sha256"] == expected
+
+
+def test_srun_with_a_rank_too_few(slurm: dict[str, str], synthetic_dir: Path) -> None:
+    """A variable that contradicts Slurm's: the ranks do not wait for ever."""
+    command = "WORLD_SIZE=3 RANK=0 python train_ddp.py --rdzv-timeout 4"
+    flags = f"--dataset synthetic --data-dir {synthetic_dir}"
+    ended = run("srun", "bash", "-c", f"{command} {flags}", timeout=60, **slurm)
+    assert ended.returncode == 1
+    assert "missing: 1, 2." in ended.stderr
+
+
+OPTIONS = ("--nodes", "1", "--ntasks-per-node", "2", "--cpus-per-task", "1", "--output")
+
+
+def sbatch(slurm: dict[str, str], *arguments: str, **extra: str) -> str:
+    submitted = run("sbatch", "--parsable", *arguments, **slurm, **extra)
+    assert submitted.returncode == 0, submitted.text
+    return submitted.stdout.strip()
+
+
+def job_state(slurm: dict[str, str], job: str) -> str:
+    told = run("scontrol", "show", "job", job, **slurm).stdout
+    return told.partition("JobState=")[2].split(" ")[0]
+
+
+def wait_for(slurm: dict[str, str], job: str, output: Path, words: str, seconds: float) -> str:
+    deadline = time.monotonic() + seconds
+    while not output.exists() or words not in output.read_text():
+        text = output.read_text() if output.exists() else "no output yet"
+        assert time.monotonic() < deadline, f"{job_state(slurm, job)}: {text}"
+        time.sleep(0.3)
+    return output.read_text()
+
+
+def test_sbatch_runs_to_its_end(
+    slurm: dict[str, str], synthetic_dir: Path, tmp_path: Path, expected: str  # noqa: F811
+) -> None:  # fmt: skip
+    command = row("sbatch").command.split()[1:]
+    flags = f"{SHORT} --data-dir {synthetic_dir}".replace(" --no-progress", "").split()
+    output, run_dir = tmp_path / "out", tmp_path / "run"
+    job = sbatch(slurm, *OPTIONS, str(output), *command, *flags, RUN_DIR=str(run_dir))
+    text = wait_for(slurm, job, output, "summary in", 90)
+    assert f"job {job}, attempt 1" in text
+    assert summary(run_dir)["weights_sha256"] == expected
+
+
+@pytest.mark.parametrize("cause", ["time limit", "requeue"])
+def test_sbatch_goes_on_after(
+    cause: str, slurm: dict[str, str], synthetic_dir: Path, tmp_path: Path
+) -> None:
+    """At the time limit the job saves and queues itself again; preempted, Slurm queues it."""
+    flags = (
+        f"--dataset synthetic --data-dir {synthetic_dir} --model linear --epochs 100000"
+        " --threads 1 --no-tensorboard --save-every-steps 100"
+    ).split()
+    output, run_dir = tmp_path / "out", tmp_path / "run"
+    script = str(ROOT / "scripts" / "slurm.sbatch")
+    job = sbatch(slurm, *OPTIONS, str(output), script, *flags, RUN_DIR=str(run_dir))
+    deadline = time.monotonic() + 60
+    while not (run_dir / "metrics.jsonl").exists():
+        assert time.monotonic() < deadline, output.read_text() if output.exists() else "nothing"
+        time.sleep(0.3)
+    if cause == "requeue":
+        assert run("scontrol", "requeue", job, **slurm).returncode == 0
+    else:  # what --signal=USR1@90 sends when 90 seconds are left
+        assert run("scancel", "--signal=USR1", job, **slurm).returncode == 0
+        wait_for(slurm, job, output, f"queueing job {job} again", 60)
+        assert "stopped by SIGUSR1" in output.read_text()
+    # Slurm lets a requeued job wait for two minutes, if nobody asks for more haste.
+    deadline = time.monotonic() + 150
+    while f"job {job}, attempt 2" not in output.read_text():
+        run("scontrol", "update", f"JobId={job}", "StartTime=now", **slurm)
+        assert time.monotonic() < deadline, (job_state(slurm, job), output.read_text())
+        time.sleep(2)
+    text = wait_for(slurm, job, output, "resumed", 60)
+    assert "train_ddp.py: error" not in text
+    run("scancel", job, **slurm)
+    deadline = time.monotonic() + 60
+    while job_state(slurm, job) not in ("CANCELLED", ""):
+        assert time.monotonic() < deadline
+        time.sleep(0.3)
+    assert "attempt 3" not in output.read_text()

@@ -1,0 +1,290 @@
+"""Several hosts for real: network namespaces, each with its own address and hostname."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import ROOT, Finished, environment, finish, summary
+from tests.test_launch import (
+    SHORT,
+    Row,
+    error_lines,
+    finish_all,
+    launch,
+    path_of_python,
+    row,
+)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"),
+        reason="needs root, iproute2 and unshare for network namespaces",
+    ),
+]
+
+
+def sh(*command: Any) -> None:
+    subprocess.run([str(part) for part in command], check=True, capture_output=True)
+
+
+class Hosts:
+    """Hosts 10.77.0.2, 10.77.1.2 ... named node0, node1 ..., joined by a router.
+
+    A router and not a switch: that takes a kernel with bridges.
+
+    Args:
+        count: how many.
+        resolve: whether a hostname resolves to its own address, rather than to 127.0.1.1 as on
+            many a Debian.
+    """
+
+    def __init__(self, count: int, resolve: bool = True) -> None:
+        prefix = f"mnist{os.getpid()}"
+        self.router = f"{prefix}r"
+        self.names = [f"{prefix}n{node}" for node in range(count)]
+        self.addresses = [f"10.77.{node}.2" for node in range(count)]
+        self.resolve = resolve
+
+    def __enter__(self) -> "Hosts":
+        try:
+            sh("ip", "netns", "add", self.router)
+            forward = "echo 1 > /proc/sys/net/ipv4/ip_forward"
+            sh("ip", "netns", "exec", self.router, "sh", "-c", forward)
+            for node, name in enumerate(self.names):
+                sh("ip", "netns", "add", name)
+                host, router = ("ip", "-n", name), ("ip", "-n", self.router)
+                plug, gateway = f"to{node}", f"10.77.{node}.1"
+                sh(*host, "link", "add", "eth0", "type", "veth", "peer", plug, "netns", self.router)
+                sh(*router, "addr", "add", f"{gateway}/24", "dev", plug)
+                sh(*router, "link", "set", plug, "up")
+                sh(*host, "addr", "add", f"{self.addresses[node]}/24", "dev", "eth0")
+                sh(*host, "link", "set", "eth0", "up")
+                sh(*host, "link", "set", "lo", "up")
+                sh(*host, "route", "add", "default", "via", gateway)
+                etc = Path("/etc/netns", name)
+                etc.mkdir(parents=True)
+                (etc / "hosts").write_text(self.hosts_file(node))
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for name in (*self.names, self.router):
+            listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+            for pid in listed.stdout.split():  # nobody else is in a namespace of ours
+                os.kill(int(pid), signal.SIGKILL)
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+            shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
+
+    def hosts_file(self, own: int) -> str:
+        lines = ["127.0.0.1 localhost"]
+        for node, address in enumerate(self.addresses):
+            own_name = node == own and not self.resolve
+            lines.append(f"{'127.0.1.1' if own_name else address} node{node}")
+        return "\n".join(lines) + "\n"
+
+    def start(self, node: int, command: str, **variables: str) -> subprocess.Popen[str]:
+        """Start a shell command on a host, with the variables of the launch table."""
+        known = {"HOST0": self.addresses[0], "PORT": "29500", "NODE": str(node)}
+        inside = f"hostname node{node}; exec bash -c '{command}'"
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.names[node], "unshare", "-u", "bash", "-c", inside],
+            env=environment(PATH=path_of_python(), **known, **variables),
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def launch(self, row: Row, flags: str, shared: Path) -> list[subprocess.Popen[str]]:
+        """Start a row's command on every host."""
+        hosts = range(len(self.names))
+        return [self.start(n, f"{row.command} {flags}", SHARED=str(shared)) for n in hosts]
+
+    def cut_off(self, node: int) -> None:
+        sh("ip", "-n", self.names[node], "link", "set", "eth0", "down")
+
+
+@pytest.fixture
+def hosts() -> Iterator[Callable[..., Hosts]]:
+    built: list[Hosts] = []
+
+    def build(count: int, resolve: bool = True) -> Hosts:
+        built.append(Hosts(count, resolve).__enter__())
+        return built[0]
+
+    yield build
+    for each in built:
+        each.__exit__()
+
+
+@pytest.fixture(scope="module")
+def expected(synthetic_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
+    """The weights that so many processes reach on one host."""
+    known: dict[int, str] = {}
+
+    def of(world_size: int) -> str:
+        if world_size not in known:
+            folder = tmp_path_factory.mktemp("expected")
+            local = Row("spawn", f"python train_ddp.py --nprocs {world_size}")
+            flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {folder}"
+            (ended,) = finish_all(launch(local, flags, folder), 90)
+            assert ended.returncode == 0, ended.text
+            known[world_size] = summary(folder)["weights_sha256"]
+        return known[world_size]
+
+    return of
+
+
+def check(ended: list[Finished], run_dir: Path, weights: str) -> None:
+    for one in ended:
+        assert one.returncode == 0, one.text
+    assert summary(run_dir)["weights_sha256"] == weights
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "torchrun, static",
+        "torchrun, c10d",
+        "no launcher, several nodes",
+        "script, several nodes",
+        "--init-method file://",
+    ],
+)
+def test_two_hosts_reach_the_weights_of_one(
+    method: str,
+    hosts: Callable[..., Hosts],
+    synthetic_dir: Path,
+    tmp_path: Path,
+    expected: Callable[[int], str],
+) -> None:
+    flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
+    ended = finish_all(hosts(2).launch(row(method), flags, tmp_path), 120)
+    check(ended, tmp_path / "run", expected(2))
+
+
+@pytest.mark.parametrize("method", ["variables by hand", "script, several nodes"])
+def test_three_hosts_whose_names_resolve_to_loopback(
+    method: str,
+    hosts: Callable[..., Hosts],
+    synthetic_dir: Path,
+    tmp_path: Path,
+    expected: Callable[[int], str],
+) -> None:
+    """Gloo would listen where the hostname resolves to, on which nobody else can reach it."""
+    command = row(method).command.replace("WORLD_SIZE=2", "WORLD_SIZE=3")
+    flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
+    three = Row(method, f"export NNODES=3; {command}", nodes=3)
+    ended = finish_all(hosts(3, resolve=False).launch(three, flags, tmp_path), 150)
+    check(ended, tmp_path / "run", expected(3))
+
+
+def ssh_stub(network: Hosts, folder: Path) -> dict[str, str]:
+    """Return settings that make run_ssh.sh reach the hosts, without an sshd."""
+    stub = folder / "ssh"
+    prefix = network.names[0][:-1]
+    stub.write_text(
+        "#!/bin/bash\nhost=$1; shift\nnode=${host#node}\n"
+        f'exec ip netns exec {prefix}$node unshare -u bash -c "hostname $host; $*"\n'
+    )
+    stub.chmod(0o755)
+    names = " ".join(f"node{node}" for node in range(len(network.names)))
+    return {"SSH": str(stub), "HOSTS": names, "NPROC_PER_NODE": "1", "PATH": path_of_python()}
+
+
+def test_run_ssh_starts_all_hosts(
+    hosts: Callable[..., Hosts],
+    synthetic_dir: Path,
+    tmp_path: Path,
+    expected: Callable[[int], str],
+) -> None:
+    settings = ssh_stub(hosts(3), tmp_path)
+    flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
+    over_ssh = Row("", row("script, over ssh").command.partition(" scripts")[2])
+    over_ssh = Row("", f"scripts{over_ssh.command}")
+    ended = finish_all(launch(over_ssh, flags, tmp_path, **settings), 150)
+    check(ended, tmp_path / "run", expected(3))
+
+
+def wait_for_step(run_dir: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not (run_dir / "metrics.jsonl").exists():
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+
+
+LONG = "--dataset synthetic --model linear --epochs 100000 --threads 1 --no-progress"
+
+
+def test_run_ssh_stops_all_hosts_when_one_fails(
+    hosts: Callable[..., Hosts], synthetic_dir: Path, tmp_path: Path
+) -> None:
+    network = hosts(2)
+    settings = ssh_stub(network, tmp_path)
+    flags = f"{LONG} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
+    (process,) = launch(Row("", "exec scripts/run_ssh.sh"), flags, tmp_path, **settings)
+    wait_for_step(tmp_path / "run", process)
+    listed = subprocess.run(
+        ["ip", "netns", "pids", network.names[1]], capture_output=True, text=True, check=True
+    )
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in listed.stdout.split()}
+    (agent,) = [pid for pid, command in commands.items() if b"/torchrun" in command]
+    os.kill(int(agent), signal.SIGKILL)
+    ended = finish(process, 45)
+    assert ended.returncode != 0
+    assert "node1 ended with status" in ended.stderr or "node0 ended with" in ended.stderr
+
+
+def test_killing_run_ssh_leaves_nobody(
+    hosts: Callable[..., Hosts], synthetic_dir: Path, tmp_path: Path
+) -> None:
+    settings = ssh_stub(hosts(2), tmp_path)
+    flags = f"{LONG} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
+    (process,) = launch(Row("", "exec scripts/run_ssh.sh"), flags, tmp_path, **settings)
+    wait_for_step(tmp_path / "run", process)
+    process.kill()
+    process.communicate(timeout=30)  # ends when the last holder of its output does
+
+
+def test_a_host_is_cut_off_in_training(
+    hosts: Callable[..., Hosts], synthetic_dir: Path, tmp_path: Path
+) -> None:
+    network = hosts(2)
+    flags = f"{LONG} --data-dir {synthetic_dir} --run-dir {tmp_path}/run --timeout 5"
+    processes = network.launch(row("no launcher, several nodes"), flags, tmp_path)
+    wait_for_step(tmp_path / "run", processes[0])
+    network.cut_off(1)
+    begin = time.monotonic()
+    for rank, process in enumerate(processes):
+        ended = finish(process, 30, begin)
+        assert ended.returncode == 1, ended.text
+        assert ended.seconds < 20
+        (line,) = error_lines(ended)
+        assert f"rank {rank} lost rank {1 - rank} (node{1 - rank} pid " in line
+        assert "Traceback" not in ended.stderr
+
+
+def test_a_host_that_cannot_be_reached(
+    hosts: Callable[..., Hosts], synthetic_dir: Path, tmp_path: Path
+) -> None:
+    network = hosts(2)
+    network.cut_off(1)
+    flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run --rdzv-timeout 6"
+    ended = finish_all(network.launch(row("variables by hand"), flags, tmp_path), 30)
+    assert [one.returncode for one in ended] == [1, 1]
+    assert "missing: 1." in error_lines(ended[0])[0]
+    assert "Rank 0 is missing" in error_lines(ended[1])[0]
+    assert max(one.seconds for one in ended) < 25
