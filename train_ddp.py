@@ -54,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
 
     raw_model = models.build_model(args.model).to(device)
     if args.init_weights:
-        print(init_weights(raw_model, args.init_weights))
+        # DDP: one report will do.
+        init_weights(raw_model, args.init_weights, tell=rank == 0)
     if args.compile:
         raw_model.compile()
     # DDP: broadcasts the weights of rank 0 now, and averages the gradients in every backward.

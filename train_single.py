@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
     raw_model = models.build_model(args.model).to(device)
     if args.init_weights:
-        print(init_weights(raw_model, args.init_weights))
+        init_weights(raw_model, args.init_weights)
     if args.compile:
         raw_model.compile()
     model = raw_model

@@ -75,7 +75,7 @@ def test_every_layout_ends_in_the_same_weights(
 ) -> None:
     single, _ = train("single", 1, 1, "mlp", dtype, synthetic_dir, tmp_path)
     assert single["1.weight"].dtype == getattr(torch, dtype)
-    assert metrics(tmp_path / "single-1-1-mlp")[0]["train_accuracy"] > 0.3, "nothing was learnt"
+    assert metrics(tmp_path / "single-1-1-mlp")[0]["test_accuracy"] > 0.2, "nothing was learnt"
     for technique, devices, accumulation in LAYOUTS + ACCUMULATED:
         weights, hashes = train(
             technique, devices, accumulation, "mlp", dtype, synthetic_dir, tmp_path

@@ -301,8 +301,8 @@ def match_weights(own: dict[str, Tensor], given: dict[str, Tensor]) -> WeightRep
     return report
 
 
-def init_weights(model: nn.Module, path: str) -> WeightReport:
-    """Copy the weights of a file that fit ``model`` by name and shape; report the others.
+def init_weights(model: nn.Module, path: str, tell: bool = True) -> WeightReport:
+    """Copy the weights of a file that fit ``model`` by name and shape; report (``tell``) the rest.
 
     The file may be a checkpoint of this project, a state dict, or a dict that holds one under
     ``model`` or ``model_state_dict``; a ``module.`` that DP or DDP left in the names is stripped.
@@ -324,6 +324,8 @@ def init_weights(model: nn.Module, path: str) -> WeightReport:
         first = f" ({report.problems[0]})" if report.problems else ""
         raise CheckpointError(f"nothing in {path} fits the model{first}: take another --model")
     model.load_state_dict({name: given[name] for name in report.loaded}, strict=False)
+    if tell:
+        print(f"{path}: {report}")
     return report
 
 

@@ -249,9 +249,15 @@ def _check_environment(environ: Any) -> None:
 
 
 def _die_with_parent() -> None:
-    """Ask the kernel for SIGTERM when the launcher dies, which is then a stop request."""
+    """Ask the kernel for a signal when the launcher dies, or the rank would train on without it.
+
+    SIGTERM is a stop request, on which all ranks agree. With other nodes in the job it is SIGKILL:
+    they are to notice a failure and start again, not to stop.
+    """
+    is_one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
     with suppress(OSError, AttributeError):  # Linux alone has it
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        number = signal.SIGTERM if is_one_node else signal.SIGKILL
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def _spawn(run: Run, args: argparse.Namespace) -> int:
@@ -292,10 +298,10 @@ def _spawn(run: Run, args: argparse.Namespace) -> int:
 
 def _child(run: Run, args: argparse.Namespace, environment: dict[str, str], parent: int) -> None:
     signals.install_handlers()
+    os.environ.update(environment)
     _die_with_parent()
     if os.getppid() != parent:  # it died before the kernel knew of our wish
         sys.exit(1)
-    os.environ.update(environment)
     args.nprocs = None
     sys.exit(launch(run, args))
 
