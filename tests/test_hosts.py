@@ -288,3 +288,18 @@ def test_a_host_that_cannot_be_reached(
     assert "missing: 1." in error_lines(ended[0])[0]
     assert "Rank 0 is missing" in error_lines(ended[1])[0]
     assert max(one.seconds for one in ended) < 25
+
+
+def test_the_doctor_finds_names_that_resolve_to_loopback(
+    hosts: Callable[..., Hosts], synthetic_dir: Path, tmp_path: Path
+) -> None:
+    command = row("variables by hand").command.replace("train_ddp.py", "scripts/doctor.py")
+    flags = f"--dataset synthetic --data-dir {synthetic_dir} --threads 1"
+    network = hosts(2, resolve=False)
+    ended = finish_all(network.launch(Row("", command, nodes=2), flags, tmp_path), 60)
+    assert [one.returncode for one in ended] == [0, 0], ended
+    (found,) = [line for line in ended[0].stdout.splitlines() if line.startswith("hostnames")]
+    assert "warning" in found
+    assert "node0 resolves to 127.0.1.1; node1 resolves to 127.0.1.1" in found
+    assert "gloo: eth0 on node0, eth0 on node1" in ended[0].stdout
+    assert "one disk" in ended[0].stdout

@@ -130,7 +130,13 @@ def test_a_lesson_is_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= MAX_LINES
 
 
-@pytest.mark.parametrize("name", LESSONS)
+# Ten seconds each, most of it the waiting that they are about.
+SLOW = ("break_world_size", "break_timeout", "break_thread_oversubscription", "join_uneven")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in LESSONS]
+)
 def test_lesson(name: str) -> None:
     # The command that a reader finds in the docstring, with this interpreter in python's place.
     source = (FOLDER / f"{name}.py").read_text()
