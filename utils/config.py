@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -23,6 +24,8 @@ class OneLineParser(argparse.ArgumentParser):
     """Say what is wrong in one line: under torchrun N usages would bury it."""
 
     def error(self, message: str) -> NoReturn:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            self.exit(2)  # the first rank of this machine says it
         self.exit(2, f"{self.prog}: error: {message} (--help lists the flags)\n")
 
 
@@ -187,7 +190,8 @@ def shared(args: argparse.Namespace) -> dict[str, Any]:
     """Return what every process of a job has to have the same."""
     names = (
         "dataset model batch_size grad_accum_steps epochs max_steps lr seed amp sync_bn compile"
-        " save_every_steps bucket_cap_mb"
+        " save_every_steps bucket_cap_mb lr_scaling momentum weight_decay label_smoothing"
+        " warmup_epochs max_grad_norm augment"
     )
     return {name: getattr(args, name) for name in names.split()}
 
