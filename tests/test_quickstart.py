@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -67,12 +68,13 @@ def without_uv() -> str:
 
 
 def test_an_interrupted_installation_leaves_nothing(copy: Path) -> None:
-    # A registry that refuses connections, which pip tries again for some seconds.
+    # A registry that takes the connection and never answers: pip waits until it is interrupted.
+    registry = socket.create_server(("127.0.0.1", 0))
     process = start(
         copy / "scripts" / "test.sh",
         cwd=copy,
         PATH=without_uv(),
-        PIP_INDEX_URL="http://127.0.0.1:9/simple",
+        PIP_INDEX_URL=f"http://127.0.0.1:{registry.getsockname()[1]}/simple",
         PIP_EXTRA_INDEX_URL="",
         PIP_FIND_LINKS="",
         PIP_CONFIG_FILE="/dev/null",
@@ -85,6 +87,7 @@ def test_an_interrupted_installation_leaves_nothing(copy: Path) -> None:
     time.sleep(1)
     os.killpg(process.pid, signal.SIGINT)
     result = finish(process, timeout=20)
+    registry.close()
     assert result.returncode == 130, result.text
     assert not (copy / ".venv").exists()
 
