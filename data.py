@@ -335,9 +335,7 @@ def _is_whole(path: Path) -> bool:
         return tensors["train_images"].shape == (TRAIN_SIZE, IMAGE_SIZE, IMAGE_SIZE) and tensors[
             "test_images"
         ].shape == (TEST_SIZE, IMAGE_SIZE, IMAGE_SIZE)
-    except (
-        Exception
-    ):  # not there; or torch.load fails in many ways on a damaged file, and all mean the same
+    except Exception:  # not there, or damaged, on which torch.load fails in many ways
         return False
 
 
