@@ -1,6 +1,9 @@
 """Stop requests: finish the step, save, and leave."""
 
+import os
 import signal
+import socket
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -8,6 +11,7 @@ from types import FrameType
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # A terminal sends Ctrl-C to every process, and launchers pass it on: one may arrive twice.
 SAME_CTRL_C_SECONDS = 1.0
+INTERRUPT_SECONDS = 2.0  # to end in the orderly way after a second Ctrl-C
 
 
 class StopRequest:
@@ -48,6 +52,27 @@ def install_handlers() -> None:
     """
     for number in STOP_SIGNALS:
         signal.signal(number, _note)
+    # Python calls a handler between two of its instructions, and a backward of half a minute is
+    # one. What CPython writes here comes at once.
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=_insist, args=(reader, writer), daemon=True).start()
+
+
+def _insist(reader: socket.socket, writer: socket.socket) -> None:
+    """End the process at the second Ctrl-C, if it has not ended by itself soon after."""
+    first = None
+    while True:
+        for number in reader.recv(1):
+            if number not in STOP_SIGNALS:
+                continue
+            if first is None:
+                first = time.monotonic()
+            elif number == signal.SIGINT and time.monotonic() - first > SAME_CTRL_C_SECONDS:
+                time.sleep(INTERRUPT_SECONDS)
+                os.write(2, b"interrupted\n")
+                os._exit(130)
 
 
 def _note(number: int, frame: FrameType | None) -> None:
