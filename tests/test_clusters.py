@@ -246,7 +246,9 @@ def test_sbatch_goes_on_after(
         assert run("scancel", "--signal=USR1", job, **slurm).returncode == 0
         wait_for(slurm, job, output, f"queueing job {job} again", 60)
         assert "stopped by SIGUSR1" in output.read_text()
-    # Slurm lets a requeued job wait for two minutes, if nobody asks for more haste.
+    # Slurm lets a requeued job wait for two minutes, if nobody asks for more haste; but in the
+    # second of the requeue itself slurmd would take the new start for the one just revoked.
+    time.sleep(3)
     deadline = time.monotonic() + 150
     while f"job {job}, attempt 2" not in output.read_text():
         run("scontrol", "update", f"JobId={job}", "StartTime=now", **slurm)
