@@ -25,7 +25,7 @@ from tests.processes import (
     summary,
     torchrun,
 )
-from utils import config, distributed
+from utils import config, launchers
 
 SHORT = "--dataset synthetic --model linear --max-steps 20 --threads 1 --no-progress"
 ONCE = ROOT / "tests" / "crash_once.py"
@@ -297,7 +297,7 @@ def test_flags_that_contradict_each_other(
 def test_variables_that_contradict_each_other(variables: dict[str, str], words: str) -> None:
     args = config.build_parser("ddp", None).parse_args([])
     with pytest.raises(config.UsageError, match=words):
-        distributed.set_environment(args, dict(variables))
+        launchers.set_environment(args, dict(variables))
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_variables_that_contradict_each_other(variables: dict[str, str], words: 
     ],
 )
 def test_the_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
-    assert distributed._first_slurm_host({"SLURM_NODELIST": nodes}) == first
+    assert launchers._first_slurm_host({"SLURM_NODELIST": nodes}) == first
 
 
 def test_one_line_for_all_ranks_of_a_launcher(synthetic_dir: Path) -> None:
