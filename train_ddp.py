@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         init_method=args.init_method,
         rdzv_timeout=args.rdzv_timeout,
         timeout=args.timeout,
-        must_agree=config.shared(args),
+        must_agree=config.shared(args, images=(len(train_set), len(test_set))),
     )
     runtime.setup_seed(args.seed, args.deterministic)
 

@@ -186,14 +186,14 @@ def parse_args(
     return args
 
 
-def shared(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what every process of a job has to have the same."""
+def shared(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
+    """Return what every process of a job has to have the same, ``more`` included."""
     names = (
         "dataset model batch_size grad_accum_steps epochs max_steps lr seed amp sync_bn compile"
         " save_every_steps bucket_cap_mb lr_scaling momentum weight_decay label_smoothing"
         " warmup_epochs max_grad_norm augment"
     )
-    return {name: getattr(args, name) for name in names.split()}
+    return {name: getattr(args, name) for name in names.split()} | more
 
 
 def find_conflict(args: argparse.Namespace) -> str | None:

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from utils import launchers, rendezvous, runtime
 from utils.config import UsageError
 from utils.launchers import DEFAULT_PORT, Run
+from utils.metrics import OutOfStep
 from utils.rendezvous import Member, RendezvousError, Stopped
 
 Result = TypeVar("Result")
@@ -38,9 +39,17 @@ _steps = 0  # that this process has agreed on
 
 
 class LostRank(Exception):
-    """A collective failed because another rank is gone, or did not answer in time."""
+    """A collective failed because another rank is gone, or did not answer in time.
+
+    Attributes:
+        ranks: the ones concerned.
+    """
 
     exit_status = 1
+
+    def __init__(self, message: str, ranks: list[int]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 def launch(run: Run, args: argparse.Namespace) -> int:
@@ -92,24 +101,46 @@ def _attempt(run: Run, args: argparse.Namespace) -> int | Exception:
     try:
         return run(args)
     except Exception as error:
-        if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
-            reason = re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0]).partition(". ")[0]
-            return LostRank(
-                f"rank {os.environ['RANK']} lost {_find_absent('Timed out' in reason)} ({reason})"
-            )
-        if hasattr(error, "exit_status"):
-            return error
+        explained = explain(error)
+        if not isinstance(explained, LostRank):
+            _leave_word(explained)
+        if hasattr(explained, "exit_status"):
+            return explained
         raise
 
 
-def _find_absent(end_stalled: bool) -> str:
-    """Name the ranks that no longer answer, among those that do.
+def explain(error: Exception) -> Exception:
+    """Return a ``LostRank`` in the place of a backend's error, and any other error as it is."""
+    if not hasattr(error, "explained"):  # asked once: who is absent changes soon
+        error.explained = _explain(error)  # type: ignore[attr-defined]
+    return error.explained  # type: ignore[attr-defined]
+
+
+def _explain(error: Exception) -> Exception:
+    if not isinstance(error, dist.DistError) and "gloo/transport" not in str(error):
+        return error
+    reason = re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0]).partition(". ")[0]
+    absent, text = _find_absent("Timed out" in reason)
+    return LostRank(f"rank {os.environ['RANK']} lost {text} ({reason})", absent)
+
+
+def _leave_word(error: Exception) -> None:
+    """Tell the ranks that are going to miss this one why."""
+    with suppress(RuntimeError, ValueError):  # no store, or it went with rank 0
+        store = dist.distributed_c10d._get_default_store()
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        store.set(f"failed/{os.environ['RANK']}", line)
+
+
+def _find_absent(end_stalled: bool) -> tuple[list[int], str]:
+    """Return the ranks that no longer answer those that do, and the same in words.
 
     Each rank that notices leaves the number of its last step in the store; who leaves none is gone
     or stalled. A stalled one of this host is killed, or torchrun would wait for it half a minute.
     """
     rank, absent = int(os.environ["RANK"]), dict(enumerate(_members))
     steps: dict[int, int] = {}
+    words: dict[int, str] = {}
 
     def roll_call() -> None:
         with suppress(RuntimeError):  # the store is rank 0's, and goes with it
@@ -121,6 +152,8 @@ def _find_absent(end_stalled: bool) -> str:
                     steps[other] = int(store.get(f"lost/{other}"))
                     del absent[other]
                 time.sleep(rendezvous.POLL_SECONDS)
+            for other in [other for other in absent if store.check([f"failed/{other}"])]:
+                words[other] = store.get(f"failed/{other}").decode()
 
     # In a thread: where rank 0 has stalled, its store never answers, nor looks at a timeout.
     caller = threading.Thread(target=roll_call, daemon=True)
@@ -129,14 +162,17 @@ def _find_absent(end_stalled: bool) -> str:
     if not steps:
         absent = {0: _members[0]}
     if not absent:
-        late = [str(_members[other]) for other in steps if steps[other] < max(steps.values())]
-        return f"no rank, but {', '.join(late) or 'none'} is behind: look at its load and --timeout"
+        late = [other for other in steps if steps[other] < max(steps.values())]
+        names = ", ".join(str(_members[other]) for other in late) or "none"
+        return late, f"no rank, but {names} is behind: look at its load and --timeout"
     for member in absent.values():
         if end_stalled and member.host == _members[rank].host:
             with suppress(ProcessLookupError):
                 os.kill(member.pid, signal.SIGKILL)
     names = ", ".join(f"rank {member}" for member in absent.values())
-    return f"{names} at step {_steps}: it crashed, left or stalled; its own output says more"
+    # The first to fail takes others along; what it said is the cause.
+    why = next(iter(words.values()), "it crashed, left or stalled; its own output says more")
+    return list(absent), f"{names} at step {_steps}: {why}"
 
 
 def _is_told(error: Exception) -> bool:
@@ -189,6 +225,7 @@ def setup_process_group(
         devices=len(devices) if backend == "nccl" else 0,  # gloo lets ranks share a GPU
         patience=rdzv_timeout,
     )
+    runtime.explain = explain
     deadline = time.monotonic() + rdzv_timeout
     store, members = _meet(init_method, own)
     _members[:] = members
@@ -335,12 +372,19 @@ def from_main(function: Callable[..., Result], *args: Any) -> Result:
 
 
 def largest(number: int) -> int:
-    """Return the largest ``number`` of all ranks; called at every step. Collective."""
+    """Return the largest ``number`` of all ranks; called at every step. Collective.
+
+    Raises:
+        OutOfStep: another rank called something else.
+    """
     global _steps
     _steps += 1
-    value = torch.tensor(number)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return int(value)
+    values = torch.tensor([number, _steps, -_steps])
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    number, last, first = values.tolist()
+    if last != -first:
+        raise OutOfStep(f"the agreement of step {_steps} met another call")
+    return number
 
 
 def gather(number: int) -> list[int]:
@@ -385,7 +429,11 @@ def wrap(
         device: of this process.
         sample: images [B, 1, H, W] and labels [B] to settle with.
         bucket_cap_mb: size of a gradient bucket; smaller ones overlap more and cost more calls.
+
+    Raises:
+        UsageError: the ranks hold different models, or images.
     """
+    _check_same(model, sample)
     ddp = DistributedDataParallel(
         model,
         device_ids=None if device.type == "cpu" else [device.index],
@@ -402,6 +450,26 @@ def wrap(
     for buffer, before in zip(model.buffers(), buffers, strict=True):
         buffer.copy_(before)
     return ddp
+
+
+def _check_same(model: nn.Module, sample: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Compare what DDP takes for equal: it looks at the shapes alone, and not at every one."""
+
+    def describe(tensor: torch.Tensor) -> str:
+        frozen = "" if tensor.requires_grad else ", frozen"
+        return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{frozen}"
+
+    own = {name: describe(parameter) for name, parameter in model.named_parameters()}
+    own |= {"a batch of images": describe(sample[0]), "of labels": describe(sample[1])}
+    main = from_main(lambda: own)
+    names = [name for name in main | own if own.get(name) != main.get(name)]
+    differ = [rank for rank, count in enumerate(gather(len(names))) if count]
+    if differ:
+        problem = [names and f"{names[0]}: {own.get(names[0])}, rank 0 {main.get(names[0])}"]
+        dist.broadcast_object_list(problem, src=differ[0], device=torch.device("cpu"))
+        raise UsageError(
+            f"rank {differ[0]} has {problem[0]}: start every rank with the same code and data"
+        )
 
 
 # Renamed in torch 2.13, where the old name warns.

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from utils import runtime
 from utils.checkpoint import Progress, weights_sha256
 from utils.metrics import Metrics
 from utils.run_dir import RunDir, write_json
@@ -119,10 +120,13 @@ class Logger:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         if self.write and error is not None:
+            if isinstance(error, Exception):
+                error = runtime.explain(error)
+            reason = (str(error).splitlines() or [""])[0]
+            concerned = {"ranks": error.ranks} if hasattr(error, "ranks") else {}
             # A full disk, the likeliest failure, leaves no room for a word about it either.
             with contextlib.suppress(OSError):
-                reason = (str(error).splitlines() or [""])[0]
-                self.write_status("failed", reason=f"{type(error).__name__}: {reason}")
+                self.write_status("failed", reason=f"{type(error).__name__}: {reason}", **concerned)
         if self.tensorboard is not None:
             self.tensorboard.close()
 

@@ -5,6 +5,20 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+MARK = 1021.0  # added to a sum by each rank: the sum of another call has another multiple of it
+
+
+class OutOfStep(Exception):
+    """The ranks did not call the same collectives in the same order."""
+
+    exit_status = 1
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"the ranks are out of step ({what}): some of them called a collective that the others"
+            " did not; every rank has to call the same ones in the same order"
+        )
+
 
 class Metrics:
     """Sums of loss, correct answers and samples, kept on the device.
@@ -30,10 +44,18 @@ class Metrics:
         self.sums[2] += len(labels)
 
     def all_reduce(self) -> "Metrics":
-        """Return the sums over all ranks. Collective; ``self`` keeps those of this rank."""
+        """Return the sums over all ranks. Collective; ``self`` keeps those of this rank.
+
+        Raises:
+            OutOfStep: another rank called something else. The backends pair calls by their order
+                alone, and gloo notices where the sizes differ.
+        """
+        sums = torch.cat([self.sums, self.sums.new_tensor([MARK])])
+        dist.all_reduce(sums)
+        if float(sums[-1]) != MARK * dist.get_world_size():
+            raise OutOfStep("a sum of metrics met another call")
         total = Metrics(self.sums.device)
-        total.sums.copy_(self.sums)
-        dist.all_reduce(total.sums)
+        total.sums = sums[:-1]
         return total
 
     def state(self) -> list[float]:

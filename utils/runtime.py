@@ -104,6 +104,11 @@ def seed_step(device: torch.device, seed: int, rank: int, images: int) -> None:
         torch.mps.manual_seed(value)
 
 
+def explain(error: Exception) -> Exception:
+    """Return what to tell in the place of ``error``; DDP puts its own here, which names a rank."""
+    return error
+
+
 class Precision:
     """Mixed precision: what a forward runs under, and the loss scaling that fp16 needs.
 
