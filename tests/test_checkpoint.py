@@ -167,19 +167,21 @@ def test_a_malicious_pickle_is_refused_and_never_run(
     assert not (tmp_path / "exploded").exists()
 
 
-def test_a_full_disk_leaves_the_checkpoint_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+def test_a_disk_that_takes_no_more_leaves_the_checkpoint_before(
+    reason: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Full, beyond the quota, read-only since an error, or broken."""
     saver, progress = build(tmp_path), start()
     step(saver, progress)
     saver.save(progress)
 
     def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(reason, os.strerror(reason))
 
     monkeypatch.setattr(os, "fsync", full)
     step(saver, progress)
-    with pytest.raises(CheckpointError, match="No space left on device") as caught:
+    with pytest.raises(CheckpointError, match=os.strerror(reason)) as caught:
         saver.save(progress)
     assert "\n" not in str(caught.value)
     assert build(tmp_path).resume(start()).global_step == 1

@@ -169,6 +169,8 @@ def test_a_run_stopped_in_mid_epoch_ends_as_if_undisturbed(
     assert (status["state"], status["signal"]) == ("stopped", "SIGTERM")
     assert 5 <= status["global_step"] < 12
     assert f"--run-dir {tmp_path / 'b'} --resume" in status["continue"]
+    launcher = "torchrun --standalone --nproc_per_node 2" if processes == 2 else "python"
+    assert status["continue"].startswith(f"{launcher} train_{technique}.py --threads 1 ")
 
     again = [*flags(synthetic_dir, tmp_path / "b", *hard), "--resume"]
     succeed(run(*command(technique, processes, *again)))

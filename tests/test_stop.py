@@ -174,10 +174,10 @@ def test_a_second_run_in_the_same_folder_is_refused(synthetic_dir: Path, tmp_pat
     os.kill(first.pid, signal.SIGKILL)
     finish(first, timeout=10)
     third = run(*arguments[:-1], 3, "--max-steps", 1, timeout=30)
-    assert "pass --resume" in third.stderr or "with --resume" in third.stderr, "the lock is free"
+    assert "holds a run (killed): continue it with --resume" in third.stderr, "the lock is free"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which needs root")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small file system")
 def test_a_full_disk_is_one_line_and_costs_no_checkpoint(
     synthetic_dir: Path, tmp_path: Path
 ) -> None:
@@ -199,3 +199,38 @@ def test_a_full_disk_is_one_line_and_costs_no_checkpoint(
         succeed(run(*command("single", 1, *arguments)))
     finally:
         run("umount", disk)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make a folder read-only for itself")
+def test_a_folder_that_becomes_read_only(synthetic_dir: Path, tmp_path: Path) -> None:
+    """At the start nothing begins; later the last checkpoint stays, and the run fails."""
+    run_dir = tmp_path / "run"
+    arguments = command("single", 1, *flags(synthetic_dir, run_dir, *LONG))
+    process = start(*arguments)
+    wait_until((run_dir / "checkpoints" / "last.pt").exists)
+    folder = run_dir / "checkpoints"
+    try:
+        for options in ("bind", "remount,ro,bind"):
+            mounted = run("mount", "-o", options, folder, folder)
+            if mounted.returncode != 0:
+                os.kill(process.pid, signal.SIGKILL)
+                finish(process, timeout=10)
+                pytest.skip(f"needs to mount a folder: {mounted.stderr.strip()}")
+        ended = finish(process, timeout=30)
+    finally:
+        run("umount", folder)
+    assert ended.returncode == 1
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr
+    assert "Read-only file system; the one before is whole" in ended.stderr
+    assert status(run_dir)["state"] == "failed"
+    more = ["--max-steps", status(run_dir)["global_step"] + 9, "--resume"]
+    succeed(run(*arguments, *more))
+
+    run("mount", "-t", "tmpfs", "-o", "ro", "tmpfs", folder)
+    try:
+        refused = run(*command("single", 1, *flags(synthetic_dir, folder / "new", *LONG)))
+    finally:
+        run("umount", folder)
+    assert refused.returncode == 2
+    assert "cannot be written (Read-only file system)" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1

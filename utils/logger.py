@@ -253,7 +253,12 @@ class Logger:
             if not skip and argument != "--resume" and not argument.startswith("--run-dir"):
                 arguments.append(argument)
             skip = argument == "--run-dir"
-        launcher = "torchrun ..." if "TORCHELASTIC_RUN_ID" in os.environ else "python"
+        launcher = "python"
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            processes = f"--nproc_per_node {os.environ.get('LOCAL_WORLD_SIZE')}"
+            nodes = os.environ.get("GROUP_WORLD_SIZE", "1")
+            where = "--standalone" if nodes == "1" else f"--nnodes {nodes} ..."
+            launcher = f"torchrun {where} {processes}"
         own = ["--run-dir", str(self.path), "--resume"]
         return f"{launcher} {self.facts['script']} {shlex.join([*arguments, *own])}"
 

@@ -80,9 +80,10 @@ def open_run(
     if status is None:
         return RunDir(folder, False, lock, launch_id)
     if not resume and (launch_id is None or status.get("launch_id") != launch_id):
+        # Nobody holds its lock: a run that says it is running was killed.
+        state = "killed" if status["state"] == "running" else status["state"]
         raise UsageError(
-            f"{folder} holds a run ({status['state']}): continue it with --resume, or take another"
-            " --run-dir"
+            f"{folder} holds a run ({state}): continue it with --resume, or take another --run-dir"
         )
     done = status.get("epoch", 0) >= epochs or status.get("global_step", 0) >= (max_steps or 1e18)
     if status["state"] == "complete" and done:
