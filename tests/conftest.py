@@ -50,6 +50,25 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+def files_of_the_project() -> set[str]:
+    """Return all files but those of git, environments and the caches of tools."""
+    found = set()
+    for folder, folders, files in os.walk(ROOT):
+        folders[:] = [name for name in folders if name[0] != "." and name != "__pycache__"]
+        found |= {os.path.join(folder, name) for name in files}
+    return found
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_file_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep what is cached in a temporary folder, and fail if a file is left in the project."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    before = files_of_the_project()
+    yield
+    left = files_of_the_project() - before
+    assert not left, f"left behind: {sorted(left)}"
+
+
 @pytest.fixture(scope="session")
 def synthetic_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data folder in which the synthetic set is prepared."""
