@@ -160,7 +160,8 @@ def soak_elastic(folder: Path) -> bool:
     def wait_for_world(size: int, what: str) -> None:
         began, seen = time.monotonic(), metrics_time()
         while True:
-            worlds = {v.get("WORLD_SIZE") for line, v in marked().values() if "train_ddp" in line}
+            ours = [v for line, v in marked().values() if "train_ddp" in line and "RANK" in v]
+            worlds = {variables["WORLD_SIZE"] for variables in ours}
             if worlds == {str(size)} and metrics_time() > seen:
                 break
             assert time.monotonic() - began < 120, (what, logs[0].read_text()[-3000:])
