@@ -96,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
             logger.log_epoch(train_metrics, test_metrics, schedule.lr)
             progress.end_epoch(train_metrics.state(), test_metrics.state())
             checkpointer.save(progress)
+        logger.show_answers(test_set)
         logger.complete([runtime.peak_memory(device)])
     return 0
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shlex
+import sys
 import time
 from collections.abc import Iterator
 from types import TracebackType
@@ -14,13 +15,24 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from data import ImageSet
 from utils import runtime
+from utils.answers import (
+    Classifier,
+    NoPillow,
+    answer,
+    confusion_matrix,
+    draw_confusion,
+    draw_mistakes,
+)
 from utils.checkpoint import Progress, weights_sha256
 from utils.metrics import Metrics
 from utils.run_dir import RunDir, write_json
-from utils.runtime import seconds_since_start
+from utils.runtime import Precision, seconds_since_start
 
 WARMUP_STEPS = 5  # left out of images/s: caches fill, cuDNN and DDP's buckets settle
+MAX_SHOWN = 20_000  # test images: with more the other ranks would wait too long
+MAX_MISTAKES = 48  # in a picture
 
 HPARAMS = (
     "technique",
@@ -35,6 +47,8 @@ HPARAMS = (
     "seed",
     "amp",
 )
+COMPARED = ("technique", "model", "num_devices", "global_batch_size", "lr")
+RESULTS = ("test/accuracy", "test/loss", "train/images_per_second")
 
 
 class Logger:
@@ -212,6 +226,35 @@ class Logger:
                 flush=True,
             )
 
+    def show_answers(self, test_set: ImageSet) -> None:
+        """Show the confusion matrix and the mistakes of the trained model in TensorBoard.
+
+        Rank 0 asks the model about the whole test set, once at the end of a run. The shares of all
+        ranks would come to the same, but every evaluation would have to gather images, of which
+        each rank has another number.
+        """
+        if not self.write or not self.config["tensorboard"] or len(test_set) > MAX_SHOWN:
+            return
+        classifier = Classifier(self.model, self.config["dataset"], self.device).eval()
+        precision = Precision(self.device, self.config["amp"])
+        probabilities = answer(classifier, test_set.images, precision)
+        images, labels = test_set.images.cpu(), test_set.labels.cpu()
+        matrix = confusion_matrix(labels, probabilities.argmax(1))
+        try:
+            pictures = {
+                "confusion_matrix": draw_confusion(matrix),
+                "mistakes": draw_mistakes(images, labels, probabilities, MAX_MISTAKES),
+            }
+        except NoPillow as error:  # no reason for a run to fail at its end
+            print(f"warning: {error}", file=sys.stderr)
+            return
+        for name, picture in pictures.items():
+            pixels = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
+            pixels = pixels.view(picture.height, picture.width, 3)
+            # A group of its own, which leaves the curves of test/ side by side.
+            tag = f"test_images/{name}"
+            self._writer().add_image(tag, pixels, self.progress.images, dataformats="HWC")
+
     def complete(self, peak_memory_bytes: list[int]) -> None:
         """Write ``summary.json`` and say where it is; one number of bytes per rank."""
         if not self.write:
@@ -232,7 +275,7 @@ class Logger:
             "weights_sha256": weights_sha256(self.model),
         }
         write_json(self.path / "summary.json", summary)
-        self._hparams(summary)
+        self._hparams()
         self.write_status("complete")
         print(
             f"test accuracy {test.accuracy:.2%}, {test.correct:,} of {test.count:,}, after"
@@ -323,7 +366,16 @@ class Logger:
 
             # Events beyond the checkpoint that the run starts from are to be forgotten.
             self.tensorboard = SummaryWriter(str(self.path), purge_step=self.first_images + 1)
+            self.tensorboard.add_text("run", self._describe(), self.first_images)
         return self.tensorboard
+
+    def _describe(self) -> str:
+        """Return the command, what it came to on this machine, and the other flags, in Markdown."""
+        others = {key: value for key, value in self.config.items() if key not in self.facts}
+        del others["argv"]
+        rows = [f"| {key} | {value} |" for key, value in (self.facts | others).items()]
+        command = shlex.join([self.facts["script"], *self.config["argv"]])
+        return "\n".join([f"    {command}", "", "| setting | value |", "|---|---|", *rows])
 
     def _scalars(self, values: dict[str, float | None]) -> None:
         if self.config["tensorboard"]:
@@ -331,14 +383,21 @@ class Logger:
                 if value is not None:
                     self._writer().add_scalar(tag, value, self.progress.images)
 
-    def _hparams(self, summary: dict[str, Any]) -> None:
-        if not self.config["tensorboard"]:
-            return
-        from torch.utils.tensorboard.summary import hparams
+    def _hparams(self) -> None:
+        if self.config["tensorboard"]:
+            from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+            from torch.utils.tensorboard.summary import hparams
 
-        chosen = {key: summary.get(key, self.config.get(key)) for key in HPARAMS}
-        # The tags that the curves have already: the table needs no cards of its own.
-        result = {"test/accuracy": summary["test_accuracy"], "test/loss": summary["test_loss"]}
-        # Not add_hparams: it makes a second run below this one.
-        for part in hparams(chosen, result):
-            self._writer().file_writer.add_summary(part)
+            chosen = {key: self.facts.get(key, self.config.get(key)) for key in HPARAMS}
+            # The tags that the curves have already: the table needs no cards of its own.
+            experiment, *rest = hparams(chosen, dict.fromkeys(RESULTS))
+            # TensorBoard reads the columns of one run for all, and puts those that differ first;
+            # the others have to be ticked.
+            plugin = experiment.value[0].metadata.plugin_data
+            content = HParamsPluginData.FromString(plugin.content)
+            for column in content.experiment.hparam_infos:
+                column.differs = column.name in COMPARED
+            plugin.content = content.SerializeToString()
+            # Not add_hparams: it makes a second run below this one.
+            for part in (experiment, *rest):
+                self._writer().file_writer.add_summary(part)
