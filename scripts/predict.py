@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 import warnings
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ CLASSES = {
 }
 BOX = {"fashion-mnist": 28}  # pixels, the longer side of what is shown; 20 for digits
 MAX_MISTAKES = 400
+IDENTITY = "identity.json"  # what an exported file says of itself
 CHECKED = 1000  # test images that an exported file has to answer like its original
 TOLERANCE = 1e-4  # of a probability, for other kernels than the original's
 
@@ -74,7 +76,9 @@ def load(path: Path, device: torch.device) -> Trained:
     if path.is_dir():
         path = path / "checkpoints" / "last.pt"
         if not path.exists():
-            raise InputError(f"{path.parent.parent} is no run directory: it has no {path.name}")
+            raise InputError(
+                f"{path.parent.parent} is no run directory: it has no checkpoints/last.pt"
+            )
     if path.suffix == ".pt2":
         return load_exported(path)
     state = read_checkpoint(path)
@@ -108,18 +112,24 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def load_exported(path: Path) -> Trained:
-    """Load a file that ``--export`` wrote; it computes on the CPU."""
-    if not path.exists():
-        raise InputError(f"{path} does not exist")
-    extra = {"identity.json": ""}
+    """Load a file that ``--export`` wrote; it computes on the CPU.
+
+    Loading can run what the file holds: PyTorch reads these without ``weights_only``.
+    """
     try:
-        program = torch.export.load(path, extra_files=extra)
-        identity = json.loads(extra["identity.json"])
-        dataset, model = identity["dataset"], identity["model"]
-    except Exception as error:  # damaged archives fail in many ways
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if name.endswith(IDENTITY)]
+            if not names or archive.testzip() is not None:
+                raise InputError(f"{path} is damaged, or not a file that --export wrote")
+            identity = json.loads(archive.read(names[0]))
+        program = torch.export.load(path)
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist") from None
+    except (OSError, RuntimeError, ValueError, zipfile.BadZipFile) as error:
+        reason = str(error).splitlines()[0]
         raise InputError(f"{path} is not a file that --export wrote ({reason})") from error
-    return Trained(program.module(), dataset, model, torch.device("cpu"), {})
+    cpu = torch.device("cpu")
+    return Trained(program.module(), identity["dataset"], identity["model"], cpu, {})
 
 
 def export(trained: Trained, path: Path, images: Tensor) -> float:
@@ -142,7 +152,9 @@ def export(trained: Trained, path: Path, images: Tensor) -> float:
     )
     identity = {"model": trained.model, "dataset": trained.dataset}
     try:
-        torch.export.save(program, path, extra_files={"identity.json": json.dumps(identity)})
+        with warnings.catch_warnings():  # about tensors in another order of memory, which are whole
+            warnings.simplefilter("ignore")
+            torch.export.save(program, path, extra_files={IDENTITY: json.dumps(identity)})
     except (OSError, RuntimeError) as error:
         raise InputError(f"cannot write {path}: {error}".splitlines()[0]) from error
     again, precision = load_exported(path), runtime.Precision(trained.device, "off")
@@ -225,7 +237,6 @@ def main() -> int:
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps", "xpu"])
     parser.add_argument("--threads", type=int, help="CPU threads")
     args = parser.parse_args()
-    warnings.filterwarnings("ignore", module="torch.export")
     return runtime.guard(run, args)
 
 

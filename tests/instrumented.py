@@ -1,4 +1,4 @@
-"""Run a training script with float64 weights if asked to, and print each rank's weights.
+"""Run a training script with float64 weights if asked to; print each rank's weights, and counts.
 
 python tests/instrumented.py train_single.py --max-steps 50 ...
 """
@@ -13,13 +13,14 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from utils import logger  # noqa: E402
 from utils.checkpoint import weights_sha256  # noqa: E402
 from utils.logger import Logger  # noqa: E402
 
 if os.environ.get("TEST_DTYPE") == "float64":
     torch.set_default_dtype(torch.float64)
 
-complete = Logger.complete
+complete, draw_confusion = Logger.complete, logger.draw_confusion
 
 
 def complete_and_tell(self: Logger, peak_memory_bytes: list[int]) -> None:
@@ -28,7 +29,13 @@ def complete_and_tell(self: Logger, peak_memory_bytes: list[int]) -> None:
     complete(self, peak_memory_bytes)
 
 
+def draw_and_tell(matrix: torch.Tensor) -> object:
+    os.write(1, f"confusion matrix {matrix.tolist()}\n".encode())
+    return draw_confusion(matrix)
+
+
 if __name__ == "__main__":
+    logger.draw_confusion = draw_and_tell  # type: ignore[assignment]
     Logger.complete = complete_and_tell  # type: ignore[method-assign]
     sys.argv = sys.argv[1:]
     runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")

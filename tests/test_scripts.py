@@ -183,7 +183,7 @@ def test_what_is_not_needed_is_not_loaded(synthetic_dir: Path, tmp_path: Path) -
         "import sys, train_single\n"
         f"sys.argv[1:] = {[str(a) for a in [*arguments, '--model', 'linear', '--max-steps', 2]]}\n"
         "assert train_single.main() == 0\n"
-        "print('loaded:', [m for m in ('torchvision', 'tensorboard') if m in sys.modules])"
+        "print('loaded:', [m for m in ('torchvision', 'tensorboard', 'PIL') if m in sys.modules])"
     )
     assert "loaded: []" in succeed(run(sys.executable, "-c", code)).stdout
 

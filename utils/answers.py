@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # Pillow comes with torchvision and TensorBoard; training doe
 
 # In pixels. About as wide as a card in TensorBoard, which magnifies and shrinks by whole pixels.
 SCALE, COLUMNS = 2, 8  # of a digit in the sheet of mistakes; digits side by side
-GAP, LINE = 8, 18  # between digits; height of a line of text
+GAP, LINE = 12, 18  # between digits; height of a line of text
 CELL = 40  # of the confusion matrix
 FONT_SIZE = 13
 INK, PAPER, WRONG = (30, 30, 30), (255, 255, 255), (178, 24, 43)
