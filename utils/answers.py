@@ -49,7 +49,7 @@ class Classifier(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Take images uint8 [B, 28, 28], light on dark, and return logits [B, 10]."""
-        pixels, _ = self.prepare(images, images)
+        pixels, _ = self.prepare(images, images)  # there are no labels
         return self.model(pixels)
 
 
