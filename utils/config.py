@@ -141,6 +141,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--init-weights", metavar="FILE", help="start from a checkpoint's weights")
     group.add_argument("--save-every-steps", type=SIZE, help="also save within epochs")
     group.add_argument("--keep", type=SIZE, default=2, help="how many checkpoints to keep")
+    group.add_argument("--profile", action="store_true", help="trace some steps of the first epoch")
     group.add_argument("--log-every", type=SIZE, default=50, help="steps")
     group.add_argument("--no-tensorboard", dest="tensorboard", action="store_false")
     group.add_argument("--no-progress", dest="progress", action="store_false")

@@ -27,6 +27,7 @@ from utils.answers import (
 )
 from utils.checkpoint import Progress, weights_sha256
 from utils.metrics import Metrics
+from utils.profiling import LAST_STEP, StepProfiler
 from utils.run_dir import RunDir, write_json
 from utils.runtime import Precision, seconds_since_start
 
@@ -112,6 +113,9 @@ class Logger:
             "torch_version": str(torch.__version__),
             "resumed_from": progress.global_step if run_dir.resume and progress.images else None,
         }
+        self.profiler = StepProfiler(self.path, device, rank) if config["profile"] else None
+        # Not in images/s: the profiled steps take longer.
+        self.untimed_steps = LAST_STEP if self.profiler else WARMUP_STEPS
         self.bar: tqdm | None = None
         self.tensorboard: Any = None
         self.startup_seconds: float | None = None
@@ -147,7 +151,7 @@ class Logger:
     def track(self, loader: DataLoader) -> Iterator[Any]:
         """Yield the loader's batches, with a progress bar, timing the steps in between."""
         self.epoch_start = clock_start = time.perf_counter()
-        first_timed = self.progress.global_step if self._steps() >= WARMUP_STEPS else None
+        first_timed = self.progress.global_step if self._steps() >= self.untimed_steps else None
         # tqdm's None: no bar where stderr is a file, which would fill up with its frames.
         hidden = None if self.write and self.config["progress"] else True
         title = f"epoch {self.progress.epoch + 1}/{self.config['epochs']}"
@@ -158,10 +162,12 @@ class Logger:
             try:
                 for batch in self.bar:
                     yield batch
+                    if self.profiler is not None:
+                        self.profiler.step(self._steps())
                     if self.startup_seconds is None and self._steps() > 0:
                         self._synchronize()
                         self.startup_seconds = seconds_since_start()
-                    if first_timed is None and self._steps() >= WARMUP_STEPS:
+                    if first_timed is None and self._steps() >= self.untimed_steps:
                         self._synchronize()
                         clock_start, first_timed = time.perf_counter(), self.progress.global_step
             finally:
@@ -171,6 +177,8 @@ class Logger:
                 if first_timed is not None:
                     self.timed_seconds += now - clock_start
                     self.timed_steps += self.progress.global_step - first_timed
+                if self.profiler is not None:
+                    self.profiler.finish(self._steps())
 
     def log_step(self, metrics: Metrics, lr: float) -> None:
         """Show the epoch so far every ``--log-every`` steps: only then is the device waited for."""
@@ -206,6 +214,9 @@ class Logger:
             f" {row['seconds']:>5.1f}s",
             flush=True,
         )
+        if self.profiler is not None:
+            print(self.profiler.report, flush=True)
+            self.profiler = None
         self._scalars(
             {
                 "train/loss": train.loss,
