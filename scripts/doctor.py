@@ -120,23 +120,15 @@ def seconds_of_work(device: torch.device) -> float:
     return min(times)
 
 
-def time_all_reduce(device: torch.device, rank: int, world_size: int) -> list[Finding]:
+def check_all_reduce(device: torch.device, world_size: int) -> list[Finding]:
     """Check sums, latency and bandwidth, over the size of the message. Collective."""
     told, wrong = [], []
-    for size in SIZES:
-        times = []
-        for _ in range(4):
-            values = torch.full((size // 4,), float(rank + 1), device=device)
-            distributed.largest(0)  # all begin together
-            begin = time.perf_counter()
-            dist.all_reduce(values)
-            right = bool((values == world_size * (world_size + 1) / 2).all())  # waits for a GPU
-            times.append(time.perf_counter() - begin)
-            if not right:
-                wrong.append(f"{size} bytes")
+    for size, (seconds, is_right) in distributed.time_all_reduce(SIZES, device).items():
         # A ring moves 2(n-1)/n of the message over each link.
-        rate = size * 2 * (world_size - 1) / world_size / min(times) / 1e6
-        told.append(f"{size:,} B {min(times) * 1e3:.2f} ms {rate:,.1f} MB/s")
+        rate = size * 2 * (world_size - 1) / world_size / seconds / 1e6
+        told.append(f"{size:,} B {seconds * 1e3:.2f} ms {rate:,.1f} MB/s")
+        if not is_right:
+            wrong.append(f"{size} bytes")
     if wrong:
         return [Finding("all-reduce", FAILURE, f"wrong sums at {wrong}", "try --backend gloo")]
     return [Finding("all-reduce", OK, "; ".join(told))]
@@ -283,7 +275,7 @@ def run(args: argparse.Namespace) -> int:
     dist.all_gather_object(facts, own)
     own["unreachable"] = unreachable_hosts(facts, rank)
     dist.all_gather_object(facts, own)
-    reduced = time_all_reduce(device, rank, world_size)
+    reduced = check_all_reduce(device, world_size)
     rows = [*examine(facts, args, backend), *reduced] if rank == 0 else []
     if rank == 0:
         report(rows, args.json)

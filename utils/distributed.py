@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -393,6 +393,29 @@ def gather(number: int) -> list[int]:
     values[dist.get_rank()] = number
     dist.all_reduce(values)
     return values.tolist()
+
+
+def time_all_reduce(
+    sizes: Sequence[int], device: torch.device, repeats: int = 4
+) -> dict[int, tuple[float, bool]]:
+    """Return for each message, in bytes, the least seconds, and whether all sums were right.
+
+    Collective.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    results = {}
+    for size in sizes:
+        times, is_right = [], True
+        for _ in range(repeats):
+            values = torch.full((size // 4,), float(rank + 1), device=device)
+            largest(0)  # all begin together
+            begin = time.perf_counter()
+            dist.all_reduce(values)
+            values[0].item()  # waits for a GPU
+            times.append(time.perf_counter() - begin)
+            is_right &= bool((values == world_size * (world_size + 1) / 2).all())
+        results[size] = min(times), is_right
+    return results
 
 
 def broadcast_buffers(model: nn.Module) -> None:
