@@ -130,6 +130,14 @@ def test_spans() -> None:
     assert profiling.intersect([(0, 5), (7, 9)], [(4, 8)]) == [(4, 5), (7, 8)]
 
 
+def test_a_mark_is_nothing_while_nothing_records() -> None:
+    with profiling.mark("outside") as nothing:
+        assert nothing is None
+    with torch.profiler.profile() as recorded, profiling.mark("ours alone"):
+        torch.ones(1)
+    assert "ours alone" not in {event.key for event in recorded.key_averages()}
+
+
 def read_trace(path: Path) -> set[str]:
     with gzip.open(path, "rt") as file:
         return {e.get("name", "") for e in json.load(file)["traceEvents"]}
@@ -205,6 +213,15 @@ def test_a_profiled_run(
         assert found >= MARKS | names
         assert any(word.startswith("enumerate(DataLoader)#") for word in found)
         assert sum(word.startswith("ProfilerStep#") for word in found) == 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["single", "dp", "ddp"])
+def test_on_a_gpu_the_clock_is_the_devices(name: str, synthetic_dir: Path, tmp_path: Path) -> None:
+    flags = ["--dataset", "synthetic", "--data-dir", synthetic_dir, "--run-dir", tmp_path / "run"]
+    result = run(*script(f"train_{name}.py", *flags, "--max-steps", 20, "--profile"))
+    assert result.returncode == 0, result.text
+    assert check_result(tmp_path / "run", 10)["timeline"] == "device"
 
 
 @pytest.mark.slow

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 
 from utils.config import UsageError
+from utils.profiling import mark
 
 
 def wrap(
@@ -63,7 +63,7 @@ class CPUDataParallel(nn.DataParallel):
         self.src_device_obj = torch.device("cpu")
         self.threads_each = max(1, torch.get_num_threads() // replicas)
 
-    @record_function("DataParallel.scatter")
+    @mark("DataParallel.scatter")
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
@@ -77,7 +77,7 @@ class CPUDataParallel(nn.DataParallel):
         named = {name: split(value) for name, value in (kwargs or {}).items()}
         return shares, [{name: named[name][i] for name in named} for i in range(len(shares))]
 
-    @record_function("DataParallel.replicate")
+    @mark("DataParallel.replicate")
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
         """Copy the module for each replica, so that gradients flow back to the one original.
 
@@ -86,7 +86,7 @@ class CPUDataParallel(nn.DataParallel):
         """
         return [_replica(module, share=i == 0) for i in device_ids]
 
-    @record_function("DataParallel.parallel_apply")
+    @mark("DataParallel.parallel_apply")
     def parallel_apply(
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any
     ) -> list[Any]:
@@ -114,7 +114,7 @@ class CPUDataParallel(nn.DataParallel):
                 raise result
         return results
 
-    @record_function("DataParallel.gather")
+    @mark("DataParallel.gather")
     def gather(self, outputs: Sequence[Tensor], output_device: Any) -> Tensor:
         """Join the outputs [B/n, ...] to one [B, ...]; its backward hands out the gradients."""
         return torch.cat(list(outputs), self.dim)

@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.profiler import record_function
 
 from data import Preparation
 from utils.checkpoint import Progress
 from utils.metrics import Metrics
 from utils.optim import Schedule
+from utils.profiling import mark
 from utils.runtime import Precision, seed_step
 
 Batches = Iterable[tuple[Tensor, Tensor]]
@@ -64,23 +64,23 @@ def train_one_epoch(
         is_last = (micro_step + 1) % grad_accum_steps == 0
         if micro_step % grad_accum_steps == 0:
             seed_step(device, seed, rank, progress.images)
-        with record_function("prepare"):
+        with mark("prepare"):
             images, labels = prepare(images, labels, train=True)
         # DDP's reduction is set up by the forward and done by the backward: no_sync needs both.
         with nullcontext() if is_last else no_sync():
-            with record_function("forward"), precision.autocast():
+            with mark("forward"), precision.autocast():
                 logits = model(images)
                 labels = labels.to(logits.device)  # where DataParallel gathers its outputs
                 loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
             if device.type == "cpu" or progress.global_step % CHECK_STEPS == 0:
                 _check_finite(float(loss.detach()), progress.global_step + 1, rank)
-            with record_function("backward"):
+            with mark("backward"):
                 scaler.scale(loss / grad_accum_steps).backward()
         metrics.update(logits.detach(), labels, loss.detach())
         if not is_last:
             continue
         if max_grad_norm is not None:
-            with record_function("clip_grad_norm"):
+            with mark("clip_grad_norm"):
                 scaler.unscale_(optimizer)  # the norm is that of the gradient, not of its multiple
                 nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
         schedule.set(progress.images)
