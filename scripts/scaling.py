@@ -42,7 +42,7 @@ from utils import config, distributed, optim, runtime
 DEVICES = [2**i for i in range(13)]
 MOST_IN_ONE_PROCESS = 16  # GPUs of one machine, the most that DP can use (HGX-2)
 CHECKED = (1, 2, 4, 8)  # processes
-ROUNDS = 2  # of each measurement, the best of which counts
+ROUNDS = 3  # of each measurement, the best of which counts
 Row = dict[str, float | None]  # of the curve; None where there is no such run
 MESSAGES = (4, 2**22)  # bytes: the time of the first is latency, of the second mostly bandwidth
 CPU = torch.device("cpu")

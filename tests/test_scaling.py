@@ -136,7 +136,8 @@ def test_the_command_on_given_figures(tmp_path: Path) -> None:
     files = ["--json", tmp_path / "figures.json", "--chart", tmp_path / "chart.svg"]
     ended = run(sys.executable, SCALING, *FIGURES, "--fixed", 5, *files)
     assert ended.returncode == 0, ended.text
-    assert all(len(line) <= 80 for line in ended.stdout.splitlines() if "in all" not in line)
+    lines = [line for line in ended.stdout.splitlines() if str(tmp_path) not in line]
+    assert max(map(len, lines)) <= 80
     facts = json.loads((tmp_path / "figures.json").read_text())
     rows = {row["devices"]: row for row in facts["curve"]}
     assert list(rows) == [2**i for i in range(13)]

@@ -38,9 +38,6 @@ ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 Event = dict[str, Any]  # of a Chrome trace; times are microseconds
 Spans = list[tuple[float, float]]  # begin and end; sorted and disjoint after ``union``
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it reports a missing GPU as an error
-
-
 _is_recording = False
 
 
@@ -143,6 +140,8 @@ def _build_profile(device: torch.device) -> profile:
     activities = [ProfilerActivity.CPU]
     if device.type in ("cuda", "xpu"):
         activities.append(getattr(ProfilerActivity, device.type.upper()))
+    else:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it takes a missing GPU for an error
     options: dict[str, Any] = {}
     try:
         # Without it the profiler follows this thread alone, and DP's replicas have their own.
