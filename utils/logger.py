@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from types import TracebackType
@@ -34,6 +35,9 @@ from utils.runtime import Precision, seconds_since_start
 WARMUP_STEPS = 5  # left out of images/s: caches fill, cuDNN and DDP's buckets settle
 MAX_SHOWN = 20_000  # test images: with more the other ranks would wait too long
 MAX_MISTAKES = 48  # in a picture
+
+# tqdm's own lock is shared between processes, whose semaphore a rank that ends at once leaves.
+tqdm.set_lock(threading.RLock())
 
 HPARAMS = (
     "technique",
