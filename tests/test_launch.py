@@ -181,6 +181,7 @@ def test_every_way_reaches_the_same_weights(
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
     for ended in finish_all(launch(row, flags, tmp_path), 90):
         assert ended.returncode == 0, ended.text
+        assert "resource_tracker" not in ended.stderr, "a semaphore was left"
     found = summary(tmp_path / "run")
     assert (found["world_size"], found["backend"]) == (2, "gloo")
     assert found["weights_sha256"] == expected
