@@ -14,7 +14,7 @@ from torch import nn
 import data
 import models
 from tests.processes import ROOT, run, summary
-from utils import answers, logger
+from utils import answers, config, logger
 from utils.answers import Classifier, answer, confusion_matrix, draw_confusion, draw_mistakes
 from utils.checkpoint import Progress
 from utils.logger import Logger
@@ -87,11 +87,11 @@ def test_a_run_shows_in_tensorboard(
 
 
 def build(folder: Path, **options: Any) -> Logger:
-    config = {"dataset": "synthetic", "model": "linear", "batch_size": 10, "grad_accum_steps": 1}
-    config |= {"seed": 0, "amp": "off", "tensorboard": True, "argv": [], "epochs": 1, "lr": 0.1}
+    flags = ["--dataset", "synthetic", "--model", "linear", "--batch-size", "10"]
+    parsed = vars(config.build_parser("single", None).parse_args(flags)) | {"argv": flags}
     progress = Progress(epoch_size=100, global_batch_size=10)
     model = models.build_model("linear")
-    return Logger(RunDir(folder, False), "single", config, model, CPU, progress, 0.1, **options)
+    return Logger(RunDir(folder, False), "single", parsed, model, CPU, progress, 0.1, **options)
 
 
 def some_images(count: int) -> data.ImageSet:
