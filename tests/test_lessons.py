@@ -1,12 +1,13 @@
 """Every lesson runs as its docstring says, and shows what it claims."""
 
+import functools
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, run
+from tests.processes import ROOT, Finished, run
 
 FOLDER = ROOT / "scripts" / "lessons"
 MAX_LINES = 100
@@ -120,6 +121,15 @@ LESSONS: dict[str, tuple[str, ...]] = {
 }
 
 
+@functools.cache
+def run_lesson(name: str) -> Finished:
+    """Run a lesson by the command in its docstring, once for all tests that look at its output."""
+    source = (FOLDER / f"{name}.py").read_text()
+    commands = re.findall(r"^python (\S+)$", source.split('"""')[1], flags=re.MULTILINE)
+    assert commands == [f"scripts/lessons/{name}.py"]
+    return run(sys.executable, *commands, timeout=TIMEOUT)
+
+
 def test_every_lesson_is_in_the_table() -> None:
     files = {path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("_")}
     assert files == set(LESSONS)
@@ -138,11 +148,7 @@ SLOW = ("break_world_size", "break_timeout", "break_thread_oversubscription", "j
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in LESSONS]
 )
 def test_lesson(name: str) -> None:
-    # The command that a reader finds in the docstring, with this interpreter in python's place.
-    source = (FOLDER / f"{name}.py").read_text()
-    commands = re.findall(r"^python (\S+)$", source.split('"""')[1], flags=re.MULTILINE)
-    assert commands == [f"scripts/lessons/{name}.py"]
-    finished = run(sys.executable, *commands, timeout=TIMEOUT)
+    finished = run_lesson(name)
     assert finished.returncode == 0, finished.text
     assert "NOT SHOWN" not in finished.stdout
     assert "\nshown: " in finished.stdout

@@ -72,21 +72,6 @@ def test_the_launch_table_has_the_commands_that_are_tested(row: Row) -> None:
     assert f"| {row.method} | `{row.command}` |" in README
 
 
-def test_links_resolve() -> None:
-    headings = {
-        re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-")
-        for line in README.splitlines()
-        if line.startswith("#")
-    }
-    links = re.findall(r"\]\(([^)]+)\)", README)
-    assert links
-    for link in links:
-        if link.startswith("#"):
-            assert link[1:] in headings, link
-        elif not link.startswith("http"):
-            assert (ROOT / link).exists(), link
-
-
 def test_the_contact_sheet_is_what_its_script_draws(tmp_path: Path) -> None:
     from scripts.contact_sheet import sheet
 
