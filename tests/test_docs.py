@@ -313,6 +313,6 @@ def test_the_index_quotes_what_a_lesson_prints(name: str) -> None:
     """Of each row that names a lesson, the lesson prints at least one line."""
     for literals, lessons in symptoms():
         if name in lessons and literals:
-            printed = run_lesson(name).stdout
+            printed = run_lesson(name).text
             patterns = [re.escape(line).replace(r"\.\.\.", ".*") for line in literals]
             assert any(re.search(pattern, printed) for pattern in patterns), (literals, printed)

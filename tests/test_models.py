@@ -1,17 +1,13 @@
-"""The networks, and the two lines that put in one's own."""
+"""The networks: their shapes, their weights, and what may be missing for them."""
 
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import models
-from tests.processes import environment
 
-ROOT = Path(__file__).parent.parent
 PARAMETERS = {"convnet": 65_450, "basic": 1_199_882, "linear": 7_850, "mlp": 235_146}
 
 
@@ -41,37 +37,6 @@ def test_resnet18_says_why_it_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "torchvision.models", None)
     with pytest.raises(models.ModelError, match="needs torchvision, which cannot be imported"):
         models.build_model("resnet18")
-
-
-def test_an_own_model_takes_two_lines(tmp_path: Path, synthetic_dir: Path) -> None:
-    """An import and an entry in MODELS, as the README says, in a copy of the project."""
-    for name in ("train_single.py", "models.py", "data.py", "utils"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "my_network.py").write_text(
-        "from torch import nn\n\n\nclass MyNetwork(nn.Sequential):\n"
-        "    def __init__(self):\n"
-        "        super().__init__(nn.Flatten(), nn.Linear(784, 10))\n"
-    )
-    text = (ROOT / "models.py").read_text()
-    text = text.replace(
-        "import torch.nn.functional as F",
-        "import torch.nn.functional as F\nfrom my_network import MyNetwork",
-    )
-    text = text.replace(
-        '    "convnet": ConvNet,', '    "convnet": ConvNet,\n    "mine": MyNetwork,'
-    )
-    (tmp_path / "models.py").unlink()
-    (tmp_path / "models.py").write_text(text)
-    (tmp_path / "train_single.py").unlink()
-    (tmp_path / "train_single.py").write_text((ROOT / "train_single.py").read_text())
-    flags = ["--model", "mine", "--max-steps", "5", "--dataset", "synthetic", "--threads", "1"]
-    command = [sys.executable, "train_single.py", *flags, "--data-dir", str(synthetic_dir)]
-    # Its own folder first on the path: the copy's models.py, not this project's.
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert "mine, 7,850 parameters" in done.stdout
 
 
 def test_no_model_has_a_parameter_without_gradient() -> None:

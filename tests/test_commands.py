@@ -1,0 +1,306 @@
+"""Every command that the documents and docstrings show runs, here or in a test that is named."""
+
+import ast
+import itertools
+import json
+import re
+import shutil
+import socket
+import sys
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.documents import (
+    ENGLISH,
+    blocks,
+    commands_of,
+    docstring_commands,
+    inline_commands,
+    name_of,
+    prose,
+    rows,
+    section,
+    spans,
+)
+from tests.processes import ROOT, run, start
+from tests.test_launch import LAUNCH_TABLE, free_port, path_of_python
+from tests.test_lessons import LESSONS
+
+README = ROOT / "README.md"
+CONCEPTS = ROOT / "docs" / "concepts.md"
+LAUNCHED = {row.command for row in LAUNCH_TABLE}  # tests/test_launch.py runs them
+LESSON = re.compile(r"python scripts/lessons/(\w+)\.py")
+
+# Those that other tests run: the command to the test, whose source names what it runs.
+ELSEWHERE = {
+    "./scripts/quickstart.sh": "test_quickstart.py::test_quickstart_compares_the_three",
+    "./scripts/test.sh": "test_quickstart.py::test_a_failed_installation_says_what_to_do",
+    "tensorboard --logdir runs": "test_commands.py::test_tensorboard_shows_the_curves_of_the_table",
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that is run here.
+
+    Attributes:
+        shown: as the documents show it.
+        run: what of it is replaced: its data set, or a length that nobody could wait for.
+        status: how it ends.
+        gpus: how many it needs.
+        trains: whether it takes the flags that make it short.
+    """
+
+    shown: str
+    run: tuple[tuple[str, str], ...] = ()
+    status: int = 0
+    gpus: int = 0
+    trains: bool = True
+
+
+SYNTHETIC = (("prepare_data.py mnist", "prepare_data.py synthetic"),)
+RUNS = (("runs/quickstart-20260101-120000/{single,dp,ddp}", "runs/first"),)
+# In groups that share a copy of the project, in this order: a later one may go on with a run of
+# an earlier one.
+COMMANDS = {
+    "scripts": [
+        Command("python train_single.py"),
+        Command("python train_single.py --epochs 5 --amp bf16"),
+        Command("python train_single.py --epochs 5"),
+        Command("python train_dp.py"),
+        Command("python train_dp.py --device cpu --replicas 2"),
+        Command("python train_ddp.py"),
+    ],
+    "gpus": [Command("python train_dp.py --devices 0,1 --output-device 1", gpus=2)],
+    "own model and data": [
+        Command("python train_single.py --model mine --dataset mine"),
+        Command("python train_dp.py --model mine --dataset mine"),
+        Command(
+            "torchrun --standalone --nproc_per_node 2 train_ddp.py --model mine --dataset mine"
+        ),
+    ],
+    "checkpoints": [
+        Command("python train_single.py --run-dir runs/first --save-every-steps 100"),
+        Command(
+            "torchrun --standalone --nproc_per_node 2 train_ddp.py --run-dir runs/first"
+            " --epochs 3 --resume"
+        ),
+        Command("python train_dp.py --init-weights runs/first/checkpoints/last.pt"),
+        Command(
+            "python scripts/compare.py runs/quickstart-20260101-120000/{single,dp,ddp}",
+            run=RUNS,
+            trains=False,
+        ),
+    ],
+    "doctor": [
+        Command("python scripts/doctor.py"),
+        Command("torchrun --standalone --nproc_per_node 2 scripts/doctor.py"),
+    ],
+    "exercise": [
+        Command(
+            "python train_ddp.py --nprocs 8 --nnodes 3 --node-rank 5"
+            " --init-method tcp://127.0.0.1:29500",
+            status=2,
+            trains=False,
+        ),
+        Command(
+            "NNODES=3 NPROC_PER_NODE=8 MASTER_ADDR=127.0.0.1 scripts/run_multi_node.sh --dry-run",
+            trains=False,
+        ),
+    ],
+    "small": [
+        Command("diff train_single.py train_dp.py", status=1, trains=False),
+        Command("diff train_single.py train_ddp.py", status=1, trains=False),
+        Command("python scripts/contact_sheet.py docs/synthetic_digits.svg", trains=False),
+        Command(
+            "python scripts/prepare_data.py mnist --data-dir data", run=SYNTHETIC, trains=False
+        ),
+    ],
+}
+QUICK = ("gpus", "exercise", "small")
+
+
+def shown_commands() -> dict[str, str]:
+    """Return every command that a reader is shown, with the file that shows it."""
+    found = {}
+    for path in ENGLISH:
+        for block in blocks(path):
+            found |= dict.fromkeys(commands_of(block), name_of(path))
+        found |= dict.fromkeys(inline_commands(prose(path)), name_of(path))
+    scripts = [*ROOT.glob("train_*.py"), *(ROOT / "scripts").rglob("[a-z]*.py")]
+    for path in scripts:
+        found |= dict.fromkeys(docstring_commands(path), name_of(path))
+    return found
+
+
+def test_every_command_is_run_by_a_test() -> None:
+    here = {command.shown for group in COMMANDS.values() for command in group}
+    shown = shown_commands()
+    assert len(shown) > 50, "the documents show commands: this test does not find them"
+    lessons = {command for command in shown if LESSON.fullmatch(command)}
+    names = {match[1] for command in lessons if (match := LESSON.fullmatch(command))}
+    assert names - {"NAME"} == set(LESSONS)
+    untested = shown.keys() - here - LAUNCHED - ELSEWHERE.keys() - lessons
+    assert not untested, {command: shown[command] for command in untested}
+    gone = (here | ELSEWHERE.keys()) - shown.keys()
+    assert not gone, f"no document shows {gone} any more"
+
+
+@pytest.mark.parametrize("command", ELSEWHERE)
+def test_the_test_that_is_named_runs_the_command(command: str) -> None:
+    file, _, name = ELSEWHERE[command].partition("::")
+    tree = ast.parse((ROOT / "tests" / file).read_text())
+    functions = {f.name: ast.unparse(f) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)}
+    what = command.split()[0].rpartition("/")[2]
+    assert what in functions[name]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory, synthetic_dir: Path) -> Path:
+    """A copy of the project to which the README's edits were applied, to the letter."""
+    folder = tmp_path_factory.mktemp("project") / "copy"
+    leave = shutil.ignore_patterns(".*", "runs", "data", "__pycache__", "tests")
+    shutil.copytree(ROOT, folder, ignore=leave)
+    (folder / "data").symlink_to(synthetic_dir)
+    for block in blocks(README):
+        name = re.match(r"# (\w+\.py)\n", block.text)
+        if block.language == "python" and name:
+            (folder / name[1]).write_text(block.text)
+        if block.language == "diff":
+            apply(block.text, folder)
+    return folder
+
+
+def apply(diff: str, folder: Path) -> None:
+    """Apply a diff without line numbers: each hunk's old lines occur in the file exactly once."""
+    head, *hunks = re.split(r"^@@\n", diff, flags=re.MULTILINE)
+    path = folder / head.removeprefix("--- ").strip()
+    text = path.read_text()
+    assert hunks, diff
+    for hunk in hunks:
+        lines = hunk.splitlines(keepends=True)
+        old = "".join(line[1:] for line in lines if line[0] in " -")
+        new = "".join(line[1:] for line in lines if line[0] in " +")
+        assert text.count(old) == 1, f"{path.name} has not exactly one\n{old}"
+        text = text.replace(old, new)
+    path.write_text(text)
+
+
+def run_command(command: Command, project: Path, max_steps: int) -> Any:
+    line = command.shown
+    for shown, instead in command.run:
+        assert shown in line
+        line = line.replace(shown, instead)
+    if command.trains:
+        line += f" --threads 1 --no-progress --max-steps {max_steps}"
+        line += "" if "--dataset" in line else " --dataset synthetic"
+        line += "" if "--model" in line else " --model linear"
+    return run("bash", "-c", line, cwd=project, timeout=90, PATH=path_of_python())
+
+
+@pytest.mark.parametrize(
+    "group", [pytest.param(g, marks=[] if g in QUICK else [pytest.mark.slow]) for g in COMMANDS]
+)
+def test_commands_run(group: str, project: Path) -> None:
+    gpus = max(command.gpus for command in COMMANDS[group])
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} GPUs")
+    for i, command in enumerate(COMMANDS[group], start=1):
+        ended = run_command(command, project, 5 * i)
+        assert ended.returncode == command.status, (command.shown, ended.text)
+        assert "Traceback" not in ended.text
+        if command.trains and "doctor" not in command.shown:
+            assert "test accuracy" in ended.stdout, (command.shown, ended.text)
+
+
+@pytest.mark.slow
+def test_the_run_that_goes_on_ends_as_the_readme_says(project: Path) -> None:
+    """The commands under "checkpoints" ran before: one run, three scripts."""
+    if not (project / "runs" / "first").exists():
+        test_commands_run("checkpoints", project)
+    result = json.loads((project / "runs" / "first" / "summary.json").read_text())
+    assert (result["script"], result["global_step"]) == ("train_ddp.py", 10)
+    assert result["resumed_from"] == 5
+
+
+def test_the_output_that_is_shown_is_printed(project: Path) -> None:
+    """A block of text behind a command is what the command prints."""
+    compared = 0
+    known = {command.shown: command for group in COMMANDS.values() for command in group}
+    shown = blocks(CONCEPTS)
+    for block, following in itertools.pairwise(shown):
+        if block.language == "bash" and following.language == "text":
+            (line,) = commands_of(block)
+            ended = run_command(known[line], project, 5)
+            assert following.text in ended.text
+            compared += 1
+    assert compared == 2
+
+
+def python_block(start: str) -> str:
+    (found,) = [
+        b.text for b in blocks(CONCEPTS) if b.language == "python" and b.text.startswith(start)
+    ]
+    return found
+
+
+def test_the_minimal_script_trains(tmp_path: Path) -> None:
+    (tmp_path / "minimal_ddp.py").write_text(python_block("# minimal_ddp.py"))
+    ended = run(
+        *[sys.executable, "minimal_ddp.py"],
+        cwd=tmp_path,
+        MASTER_PORT=str(free_port()),
+        CUDA_VISIBLE_DEVICES="",
+    )
+    assert ended.returncode == 0, ended.text
+    losses = re.findall(r"^epoch \d: loss (\d\.\d+) over 64 samples$", ended.stdout, re.MULTILINE)
+    assert len(losses) == 3
+    assert float(losses[2]) < float(losses[0])
+    assert (tmp_path / "model.pt").exists()
+
+
+def test_the_barrier_of_the_concepts_lets_rank_0_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(dist, "barrier", lambda: calls.append("barrier"))
+    namespace: dict[str, Any] = {}
+    exec(python_block("from contextlib"), namespace)
+    for rank in (0, 1):
+        with namespace["zero_first"](rank):
+            calls.append(f"rank {rank} prepares")
+    assert calls == ["rank 0 prepares", "barrier", "barrier", "rank 1 prepares"]
+
+
+@pytest.mark.slow
+def test_tensorboard_shows_the_curves_of_the_table(project: Path, synthetic_dir: Path) -> None:
+    command = Command("python train_single.py --log-every 2 --run-dir runs/curves")
+    ended = run_command(command, project, 10)
+    assert ended.returncode == 0, ended.text
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    line = f"exec tensorboard --logdir runs --port {port}"
+    server = start("bash", "-c", line, cwd=project, PATH=path_of_python())
+    try:
+        told = rows(section(README, "TensorBoard").text)[1:]
+        expected = {tag for row in told for tag in spans(row[0])}
+        deadline, found = time.monotonic() + 60, set()
+        url = f"http://127.0.0.1:{port}/data/plugin/scalars/tags"
+        while found != expected and time.monotonic() < deadline:
+            assert server.poll() is None, server.communicate()
+            try:
+                with urllib.request.urlopen(url, timeout=5) as answer:
+                    found = set(json.load(answer).get("curves", {}))
+            except OSError:
+                pass
+            time.sleep(0.5)
+        assert found == expected
+    finally:
+        server.terminate()
+        server.communicate(timeout=20)
