@@ -10,10 +10,9 @@ CHINESE = ".zh-CN.md"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 ENGLISH = [path for path in DOCUMENTS if not path.name.endswith(CHINESE)]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+VARIABLE = r"[A-Z_0-9]+=(?:\"[^\"]*\"|\S*)"
 # What makes an inline code span a command: what runs, and what it runs.
-RUNS = re.compile(
-    r"(?:[A-Z_0-9]+=(?:\"[^\"]*\"|\S*) )*(?:\S*/)?(?:python|torchrun|srun|sbatch|mpirun) "
-)
+RUNS = re.compile(rf"(?:{VARIABLE} )*(?:\S*/)?(?:python|torchrun|srun|sbatch|mpirun) ")
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ def inline_commands(text: str) -> list[str]:
         for span in spans(text)
         if (RUNS.match(span) and re.search(r"\.(py|sh|sbatch)\b", span))
         or re.match(r"(tensorboard|diff) ", span)
-        or re.match(r"(\S+=\S+ )*\.?/?scripts/\S+\.sh ", span)
+        or re.match(rf"({VARIABLE} )+(\./)?scripts/\S+\.sh|(\./)?scripts/\S+\.sh ", span)
     ]
 
 
