@@ -316,3 +316,22 @@ def test_the_index_quotes_what_a_lesson_prints(name: str) -> None:
             printed = run_lesson(name).text
             patterns = [re.escape(line).replace(r"\.\.\.", ".*") for line in literals]
             assert any(re.search(pattern, printed) for pattern in patterns), (literals, printed)
+
+
+# Of the system, of torchrun and of a general description: no string of this project.
+FOREIGN = ("No route to host", "... Name or service", "... timed out", "`RendezvousTimeoutError`")
+
+
+def test_launch_errors_quote_the_sources() -> None:
+    """Each message holds a piece of a string of this project, as it is printed."""
+    pieces = set()
+    for path in (ROOT / "utils").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                pieces |= {part.strip() for part in node.value.split("{") if len(part) > 11}
+    told = rows(prose(ROOT / "docs" / "launch-errors.md"))[1:]
+    assert len(told) > 20
+    for message, *_ in told:
+        if not any(words in message for words in FOREIGN):
+            shown = spans(message)[0].strip(". ")  # often only its beginning
+            assert any(piece in shown or shown in piece for piece in pieces), message
