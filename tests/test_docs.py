@@ -328,7 +328,7 @@ def test_launch_errors_quote_the_sources() -> None:
     for path in (ROOT / "utils").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                pieces |= {part.strip() for part in node.value.split("{") if len(part) > 11}
+                pieces |= {part.strip(". ") for part in node.value.split("{") if len(part) > 11}
     told = rows(prose(ROOT / "docs" / "launch-errors.md"))[1:]
     assert len(told) > 20
     for message, *_ in told:
