@@ -47,6 +47,10 @@ LESSONS: dict[str, tuple[str, ...]] = {
         r"the optimizer's step +- +-",
         r"backward in no_sync, forward before it +1 allreduce",
     ),
+    "bucket_overlap": (
+        r"layer 3, send 0, layer 2, send 1, layer 1, send 2",
+        r"layer 3, layer 2, layer 1, send 0",
+    ),
     "checkpoint_and_barrier": (
         r"rank 1: FileNotFoundError: \[Errno 2\] No such file or directory: '\.\.\./model\.pt'",
         r"rank 1: weights sum to \+0\.2471, after loading to -0\.7283",
