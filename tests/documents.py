@@ -121,5 +121,5 @@ def inline_commands(text: str) -> list[str]:
 def docstring_commands(path: Path) -> list[str]:
     """Return the commands in the docstring at the head of a script."""
     docstring = path.read_text(encoding="utf-8").partition('"""')[2].partition('"""')[0]
-    lines = (line.strip() for line in docstring.splitlines())
+    lines = (re.sub(r"\s+# .*$", "", line).strip() for line in docstring.splitlines())
     return [line for line in lines if re.match(r"(python|torchrun|\./scripts/|scripts/)\b", line)]

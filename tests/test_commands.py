@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import data
 from tests.documents import (
     ENGLISH,
     blocks,
@@ -35,6 +36,7 @@ from tests.test_lessons import LESSONS
 
 README = ROOT / "README.md"
 CONCEPTS = ROOT / "docs" / "concepts.md"
+TOOLS = ROOT / "docs" / "tools.md"
 LAUNCHED = {row.command for row in LAUNCH_TABLE}  # tests/test_launch.py runs them
 LESSON = re.compile(r"python scripts/lessons/(\w+)\.py")
 
@@ -43,6 +45,7 @@ ELSEWHERE = {
     "./scripts/quickstart.sh": "test_quickstart.py::test_quickstart_compares_the_three",
     "./scripts/test.sh": "test_quickstart.py::test_a_failed_installation_says_what_to_do",
     "tensorboard --logdir runs": "test_commands.py::test_tensorboard_shows_the_curves_of_the_table",
+    "python scripts/scaling.py --check": "test_scaling.py::test_the_command_measures_and_checks",
 }
 
 
@@ -56,6 +59,7 @@ class Command:
         status: how it ends.
         gpus: how many it needs.
         trains: whether it takes the flags that make it short.
+        prints: what it has to say.
     """
 
     shown: str
@@ -63,9 +67,13 @@ class Command:
     status: int = 0
     gpus: int = 0
     trains: bool = True
+    prints: str = ""
 
 
 SYNTHETIC = (("prepare_data.py mnist", "prepare_data.py synthetic"),)
+ASKED = ("runs/first", "runs/asked")
+NAME = (("runs/NAME", "runs/asked"),)
+SINGLE = (("runs/single-20260101-120000", "runs/asked"),)
 RUNS = (("runs/quickstart-20260101-120000/{single,dp,ddp}", "runs/first"),)
 # In groups that share a copy of the project, in this order: a later one may go on with a run of
 # an earlier one.
@@ -115,6 +123,40 @@ COMMANDS = {
             trains=False,
         ),
     ],
+    "predict": [
+        Command("python train_single.py --run-dir runs/first --save-every-steps 100", run=(ASKED,)),
+        *(
+            Command(f"python scripts/predict.py {rest}", run=run, trains=False, prints=prints)
+            for rest, run, prints in (
+                ("runs/NAME digit.png photo.jpg", NAME, "photo.jpg: "),
+                ("runs/NAME digit.png", NAME, "digit.png: "),
+                ("runs/NAME --test", NAME, "10,000"),
+                ("runs/NAME --export digits.pt2", NAME, "digits.pt2"),
+                ("digits.pt2 digit.png", (), "digit.png: "),
+                ("runs/single-20260101-120000 digit.png", SINGLE, "digit.png: "),
+                ("runs/single-20260101-120000 --test", SINGLE, "10,000"),
+                ("runs/single-20260101-120000 --export digits.pt2", SINGLE, "digits.pt2"),
+            )
+        ),
+    ],
+    "profile": [
+        Command(
+            "torchrun --standalone --nproc_per_node 2 train_ddp.py --profile",
+            run=(("--profile", "--profile --max-steps 20"),),
+            prints="profile of 10 steps",
+        ),
+    ],
+    "scaling": [
+        Command("python scripts/scaling.py", trains=False),
+        Command("python scripts/scaling.py --chart scaling.svg", trains=False),
+        *(
+            Command(
+                f"python scripts/scaling.py --link {link} --compute 120 --parameters 25.6e6",
+                trains=False,
+            )
+            for link in ("infiniband100", "infiniband400")
+        ),
+    ],
     "small": [
         Command("diff train_single.py train_dp.py", status=1, trains=False),
         Command("diff train_single.py train_ddp.py", status=1, trains=False),
@@ -158,8 +200,8 @@ def test_the_test_that_is_named_runs_the_command(command: str) -> None:
     file, _, name = ELSEWHERE[command].partition("::")
     tree = ast.parse((ROOT / "tests" / file).read_text())
     functions = {f.name: ast.unparse(f) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)}
-    what = command.split()[0].rpartition("/")[2]
-    assert what in functions[name]
+    flag_or_file = next(word for word in reversed(command.split()) if word != "runs")
+    assert flag_or_file.rpartition("/")[2] in functions[name]
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +241,8 @@ def run_command(command: Command, project: Path, max_steps: int) -> Any:
         assert shown in line
         line = line.replace(shown, instead)
     if command.trains:
-        line += f" --threads 1 --no-progress --max-steps {max_steps}"
+        line += " --threads 1 --no-progress"
+        line += "" if "--max-steps" in line else f" --max-steps {max_steps}"
         line += "" if "--dataset" in line else " --dataset synthetic"
         line += "" if "--model" in line else " --model linear"
     return run("bash", "-c", line, cwd=project, timeout=90, PATH=path_of_python())
@@ -212,10 +255,16 @@ def test_commands_run(group: str, project: Path) -> None:
     gpus = max(command.gpus for command in COMMANDS[group])
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"needs {gpus} GPUs")
+    if group == "predict":
+        image = pytest.importorskip("PIL.Image", reason="needs Pillow")
+        digits = data.load_dataset("synthetic", str(project / "data"))[1].images
+        for name in ("digit.png", "photo.jpg"):
+            image.fromarray(digits[0].numpy()).save(project / name)
     for i, command in enumerate(COMMANDS[group], start=1):
         ended = run_command(command, project, 5 * i)
         assert ended.returncode == command.status, (command.shown, ended.text)
         assert "Traceback" not in ended.text
+        assert command.prints in ended.stdout, (command.shown, ended.text)
         if command.trains and "doctor" not in command.shown:
             assert "test accuracy" in ended.stdout, (command.shown, ended.text)
 
@@ -288,8 +337,8 @@ def test_tensorboard_shows_the_curves_of_the_table(project: Path, synthetic_dir:
     line = f"exec tensorboard --logdir runs --port {port}"
     server = start("bash", "-c", line, cwd=project, PATH=path_of_python())
     try:
-        told = rows(section(README, "TensorBoard").text)[1:]
-        expected = {tag for row in told for tag in spans(row[0])}
+        told = rows(section(TOOLS, "Reading TensorBoard").text)
+        expected = {tag for row in told if row[0].startswith("`") for tag in spans(row[0])}
         deadline, found = time.monotonic() + 60, set()
         url = f"http://127.0.0.1:{port}/data/plugin/scalars/tags"
         while found != expected and time.monotonic() < deadline:
