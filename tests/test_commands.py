@@ -5,7 +5,6 @@ import itertools
 import json
 import re
 import shutil
-import socket
 import sys
 import time
 import urllib.request
@@ -331,9 +330,7 @@ def test_tensorboard_shows_the_curves_of_the_table(project: Path, synthetic_dir:
     command = Command("python train_single.py --log-every 2 --run-dir runs/curves")
     ended = run_command(command, project, 10)
     assert ended.returncode == 0, ended.text
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     line = f"exec tensorboard --logdir runs --port {port}"
     server = start("bash", "-c", line, cwd=project, PATH=path_of_python())
     try:
