@@ -109,7 +109,9 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
             return
 
 
-def train(command: Sequence[Any], limit: float, watch: Any = None) -> Outcome:
+def train(
+    command: Sequence[Any], limit: float, watch: Any = None, flags: Sequence[str] = QUIET
+) -> Outcome:
     """Run a training in a temporary run directory; ``command`` is without ``--run-dir``.
 
     Raises:
@@ -117,7 +119,7 @@ def train(command: Sequence[Any], limit: float, watch: Any = None) -> Outcome:
     """
     with tempfile.TemporaryDirectory(prefix="mnist-trial-") as folder:
         begin, begin_clock = time.monotonic(), time.time()
-        run([*command, "--run-dir", Path(folder) / "run", *QUIET], limit, watch)
+        run([*command, "--run-dir", Path(folder) / "run", *flags], limit, watch)
         seconds = time.monotonic() - begin
         path = Path(folder) / "run" / "summary.json"
         try:
