@@ -35,8 +35,13 @@ from utils.run_dir import write_json
 CPU_COUNTS = (2, 4, 8)  # by default, as far as they divide the threads
 LEAST_STEPS = 20  # timed
 CALIBRATION_STEPS = 15
-PROFILED_STEPS = 40
-QUICK: dict[str, Any] = {"rounds": 1, "global_batch_sizes": [256], "batch_sizes": []}
+PROFILED_STEPS = 20  # the profiler takes the 8th to the 17th
+QUICK: dict[str, Any] = {
+    "rounds": 1,
+    "seconds": 2.0,
+    "global_batch_sizes": [256],
+    "batch_sizes": [],
+}
 
 
 class Setting(NamedTuple):
@@ -152,6 +157,7 @@ def choose_devices(args: argparse.Namespace) -> str | None:
         args.threads = args.threads or max(args.counts) * max(1, cores // max(args.counts))
         if max(args.counts) > available:
             return f"--counts {max(args.counts)}: there are {available} {args.device} devices"
+    args.counts = sorted(set(args.counts))
     for count in args.counts:
         for name in ("threads", "num_workers"):
             if getattr(args, name) % count:
@@ -218,8 +224,9 @@ class Benchmark:
         self.args = args
         self.tables = tables
         self.found = {setting: Measured() for table in tables for setting in table.settings}
-        self.can_profile = "--profile" in config.build_parser("single", None).format_help()
-        runs = len(args.models) + len(self.found) * (args.rounds + self.can_profile)
+        # Never of a run that is timed, and of one device there is no communication to see.
+        self.profiled = [s for s in self.found if s.technique != "single" and can_profile()]
+        runs = len(args.models) + len(self.found) * args.rounds + len(self.profiled)
         self.bar = tqdm(total=runs, disable=None, dynamic_ncols=True, leave=False)
 
     def run(self) -> None:
@@ -233,7 +240,7 @@ class Benchmark:
                 speed = outcome.summary["train_images_per_second"]
                 self.found[setting].speeds[number] = speed
                 self.found[setting].memory = outcome.summary["peak_memory_bytes"]
-        for setting in self.found if self.can_profile else ():
+        for setting in self.profiled:
             outcome = self.train(setting, PROFILED_STEPS, "--profile")
             self.found[setting].shares = outcome.shares if outcome else {}
 
@@ -298,6 +305,11 @@ class Benchmark:
                 }
                 verdicts.append(verdict)
         return {"rows": rows, "verdicts": verdicts}
+
+
+def can_profile() -> bool:
+    """Tell whether the scripts' --help lists --profile."""
+    return "--profile" in config.build_parser("ddp", None).format_help()
 
 
 def quotients(measured: Measured, baseline: Measured, units: int = 1) -> dict[int, float]:

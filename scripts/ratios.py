@@ -110,6 +110,7 @@ class Rounds:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
+        self.where = ["--dataset", args.dataset, "--data-dir", args.data_dir]
 
     def measure(self, name: str) -> dict[str, float]:
         """Take one measurement (speed in images/s, start in seconds, memory in bytes)."""
@@ -123,18 +124,18 @@ class Rounds:
         steps = WARMUP_STEPS + max(1, self.args.images // global_batch_size)
         limit = self.args.time_limit
         if technique == "bare":
-            own = ["--bare", threads, global_batch_size, steps]
-            data_flags = ["--dataset", self.args.dataset, "--data-dir", self.args.data_dir]
-            return float(trial.run([sys.executable, __file__, *own, *data_flags], limit))
-        own = {
+            bare = ["--bare", threads, global_batch_size, steps]
+            return float(trial.run([sys.executable, __file__, *bare, *self.where], limit))
+        scripts: dict[str, list[Any]] = {
             "single": ["train_single.py"],
             "dp": ["train_dp.py", "--replicas", 2],
             "ddp1": ["train_ddp.py", "--nprocs", 1],
             "ddp2": ["train_ddp.py", "--nprocs", 2],
-        }[technique]
+        }
         devices = 2 if technique in ("dp", "ddp2") else 1
-        more = ["--batch-size", global_batch_size // devices, "--threads", threads]
-        outcome = trial.train(self.command([], own, *more, "--max-steps", steps), limit)
+        size = ["--batch-size", global_batch_size // devices, "--max-steps", steps]
+        command = self.command([], scripts[technique], *size, "--threads", threads)
+        outcome = trial.train(command, limit)
         return outcome.summary["train_images_per_second"]
 
     def start(self, what: str) -> float:
@@ -165,8 +166,7 @@ class Rounds:
         }
 
     def command(self, launcher: list[Any], script: list[Any], *more: Any) -> list[Any]:
-        where = ["--dataset", self.args.dataset, "--data-dir", self.args.data_dir]
-        common = ["--device", "cpu", "--lr-scaling", "none", *where]
+        common = ["--device", "cpu", "--lr-scaling", "none", *self.where]
         return [sys.executable, *launcher, trial.ROOT / script[0], *script[1:], *common, *more]
 
 

@@ -19,17 +19,17 @@ READING = """\
 How to read it:
   strong, weak  the global batch stays the same, or that of each device does
   devices       GPUs; on a CPU, replicas of DP and processes of DDP
-  threads       processes x CPU threads: equally many in all rows, but for "1 x 1".
-                DP's replicas share them out in the forward; on a CPU its backward
-                takes all of them, one replica after the other
-  images/s      of the training, over all devices: median of the rounds, and range
-  ratio         to the first row, round by round, of which the median
-  effic.        images/s by those of one device alone times the number of devices;
-                on a CPU, by those of one thread times the number of threads
-  comm.         share of a step that waits for other devices (profiler; DDP: rank 0)
-  MB            the most that a process held. On a CPU all that was resident, also
-                what it shares with others; on a GPU what torch allocated there (DP:
-                on the first, which holds the most)"""
+  threads       processes x CPU threads: equally many in all rows but "1 x 1".
+                DP's replicas share them out in the forward; on a CPU its
+                backward takes all of them, one replica after the other
+  images/s      of training, over all devices: median and range of the rounds
+  ratio         to the first row; median of the rounds
+  effic.        images/s by the number of devices times the images/s of one; on
+                a CPU, of threads times those of one thread
+  comm.         share of a step that waits for others (profiler; DDP: rank 0)
+  MB            the most that a process held: on a CPU all that was resident,
+                also what it shares; on a GPU what torch allocated (DP: on the
+                first, which holds the most)"""
 CHART_HINT = "no chart: pip install matplotlib (requirements-dev.txt has the version)"
 COLOURS = {"single": "#888888", "dp": "#d95f02", "ddp": "#1b9e77"}
 
