@@ -329,7 +329,7 @@ def measure(args: argparse.Namespace) -> int:
     if remark:
         print(remark, file=sys.stderr)
     begin, machine = time.strftime("%Y-%m-%d %H:%M:%S"), trial.describe_machine()
-    trial.tell_load(machine)
+    neighbours = trial.Neighbours()
     folder = args.output or Path("runs", time.strftime("benchmark-%Y%m%d-%H%M%S"))
     folder.mkdir(parents=True, exist_ok=True)  # not after minutes of measuring
     benchmark = Benchmark(args, plan(args))
@@ -339,6 +339,7 @@ def measure(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         interrupted = True
     benchmark.bar.close()
+    share = neighbours.tell()
     results = {
         "version": 1,
         "begin": begin,
@@ -350,6 +351,7 @@ def measure(args: argparse.Namespace) -> int:
         "num_workers": args.num_workers,
         "flags": args.flags,
         "machine": machine,
+        "others_share": share,
         **benchmark.results(),
     }
     write_json(folder / "benchmark.json", results)

@@ -181,7 +181,7 @@ def run(args: argparse.Namespace) -> int:
     if remark:
         print(remark, file=sys.stderr)
     machine = trial.describe_machine()
-    trial.tell_load(machine)
+    neighbours = trial.Neighbours()
     where = ["--dataset", args.dataset, "--data-dir", args.data_dir]
     more = ["--full"] if args.full else ["--steps", args.steps]
     commands = {
@@ -201,6 +201,7 @@ def run(args: argparse.Namespace) -> int:
     except trial.TrialError as error:
         print(f"official_recipe.py: error: {name}: {error}", file=sys.stderr)
         return 1
+    share = neighbours.tell()
     pairs = zip(found["recipe"], found["ours"], strict=True)
     ratio = trial.spread([recipe["seconds"] / ours["seconds"] for recipe, ours in pairs])
     seconds = {name: trial.spread([f["seconds"] for f in group]) for name, group in found.items()}
@@ -216,7 +217,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"aim: at least {AIM} with {GOAL:.0%}: {'met' if met else 'MISSED'}")
     print(f"{args.dataset}, {args.rounds} rounds, {machine['cores']} cores of {machine['cpu']}")
     if args.json:
-        write_json(args.json, {"machine": machine, "ratio": ratio, "met": met, **found})
+        content = {"machine": machine, "others_share": share, "ratio": ratio, "met": met}
+        write_json(args.json, {**content, **found})
     return 0
 
 

@@ -233,20 +233,17 @@ def line_of(figure: Figure, found: list[dict[str, float]]) -> tuple[str, dict[st
     """Return the line of a figure, and its ratio's spread."""
     both = [r for r in found if figure.above in r and figure.below in r]
     if not both:
-        return f"  failed                   {figure.text}", None
+        return f"     -\n        {figure.text}", None
     ratios = [r[figure.above] / r[figure.below] for r in both]
     result: dict[str, Any] = {**trial.spread(ratios), "ratios": ratios}
-    least, most = figure.least, figure.most
-    aim = " to ".join(
-        [f">= {least}"] * (most is None and least is not None)
-        + [f"<= {most}"] * (least is None and most is not None)
-        + [str(least), str(most)] * (least is not None and most is not None)
-    )
-    middle = round(result["median"], 3)
-    result["met"] = (least is None or middle >= least) and (most is None or middle <= most)
-    state = ("met" if result["met"] else "MISSED") if aim else ""
-    text = f"{middle:6.3f}  ({result['min']:.3f}-{result['max']:.3f})  {aim:<12} {state}"
-    return f"{text.rstrip()}\n        {figure.text}", result
+    text = f"{result['median']:6.3f}  ({result['min']:.3f}-{result['max']:.3f})"
+    bounds = [f"at least {figure.least}"] * bool(figure.least)
+    bounds += [f"at most {figure.most}"] * bool(figure.most)
+    if bounds:
+        least, most = figure.least or 0, figure.most or float("inf")
+        result["met"] = least <= round(result["median"], 3) <= most
+        text += f"  {' and '.join(bounds)}: {'met' if result['met'] else 'MISSED'}"
+    return f"{text}\n        {figure.text}", result
 
 
 def run(args: argparse.Namespace) -> int:
@@ -258,13 +255,13 @@ def run(args: argparse.Namespace) -> int:
     if remark:
         print(remark, file=sys.stderr)
     machine = trial.describe_machine()
-    trial.tell_load(machine)
+    neighbours = trial.Neighbours()
     figures = {name: FIGURES[name] for name in args.only}
     names = list(dict.fromkeys(n for f in figures.values() for n in (f.above, f.below)))
     names = [name for name in names if name != "memory set"]
     found: list[dict[str, float]] = [{} for _ in range(args.rounds)]
     turns, meter = trial.in_turns(names, args.rounds), Rounds(args)
-    failed = False
+    status = 0
     with tqdm(turns, total=args.rounds * len(names), disable=None, leave=False) as bar:
         try:
             for number, name in bar:
@@ -272,23 +269,23 @@ def run(args: argparse.Namespace) -> int:
                 try:
                     found[number] |= meter.measure(name)
                 except (trial.TrialError, ImportError) as error:
-                    failed = True
+                    status = 1
                     tqdm.write(f"ratios.py: {name}: {error}", file=sys.stderr)
         except KeyboardInterrupt:
-            failed = True
+            status = 130
             tqdm.write("ratios.py: interrupted: what was measured follows", file=sys.stderr)
-    results = {}
+    share, results = neighbours.tell(), {}
     print(
-        f"{args.rounds} rounds on {machine['cpu']}, {machine['cores']} cores; median (range), aim"
+        f"{args.rounds} rounds, {machine['cores']} cores of {machine['cpu']}: median (range), aim"
     )
     for name, figure in figures.items():
         line, results[name] = line_of(figure, found)
         print(f"{name}\n{line}")
     if args.json:
         command = shlex.join(sys.argv)
-        content = {"command": command, "machine": machine, "figures": results, "rounds": found}
-        write_json(args.json, content)
-    return int(failed)
+        content = {"command": command, "machine": machine, "others_share": share}
+        write_json(args.json, {**content, "figures": results, "rounds": found})
+    return status
 
 
 def main() -> int:

@@ -120,7 +120,8 @@ def markdown(results: Results) -> str:
         lines += [line for sentence in verdicts(results, rows) for line in ("", f"{sentence}.")]
         failures = [f"{row['technique']}: {row['failure']}" for row in rows if row["failure"]]
         lines += [line for failure in failures for line in ("", f"Failed: {failure}")]
-    lines += ["", f"{results['rounds']} rounds, data: {results['dataset']}."]
+    others = f"other programs took {results['others_share']:.0%} of the CPU time"
+    lines += ["", f"{results['rounds']} rounds, data: {results['dataset']}; {others}."]
     lines += ["", "```", READING, "```", "", "## Machine", "", "| | |", "| --- | --- |"]
     shown = {name: value for name, value in machine.items() if name != "topology" and value}
     lines += [f"| {name} | {describe(value)} |" for name, value in shown.items()]

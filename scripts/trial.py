@@ -174,7 +174,7 @@ def choose_dataset(asked: str | None, data_dir: str) -> tuple[str, str]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return what a figure depends on: hardware, versions, and how busy the machine is."""
+    """Return what a figure depends on: hardware, versions and settings."""
     facts: dict[str, Any] = {
         "cpu": platform.processor() or platform.machine(),
         "cores": runtime.usable_cores(),
@@ -182,7 +182,6 @@ def describe_machine() -> dict[str, Any]:
         "system": platform.platform(terse=True),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "load": round(os.getloadavg()[0], 2),
     }
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -219,14 +218,39 @@ def _ask(command: list[str]) -> str:
         return ""
 
 
-def tell_load(machine: dict[str, Any]) -> None:
-    """Warn where other programs are at work: their share of the time comes and goes."""
-    if machine["load"] > 0.5 * machine["cores"]:
-        print(
-            f"This machine is busy (load {machine['load']} on {machine['cores']} cores):"
-            " figures will spread.",
-            file=sys.stderr,
-        )
+class Neighbours:
+    """Watches how much of the machine's CPU time goes to others while we measure."""
+
+    LIMIT = 0.05  # of the machine; more spoils a figure
+
+    def __init__(self) -> None:
+        self.begin = self._read()
+
+    @staticmethod
+    def _read() -> tuple[float, float, float]:
+        """Return seconds of all CPUs, those of them in use, and those used by us; see proc(5)."""
+        with suppress(OSError, ValueError):
+            words = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+            ticks = [int(word) / os.sysconf("SC_CLK_TCK") for word in words]
+            return sum(ticks), sum(ticks) - ticks[3] - ticks[4], sum(os.times()[:4])
+        return 0.0, 0.0, 0.0
+
+    def share(self) -> float:
+        """Return the share of the machine, 0 to 1, that others took so far."""
+        total, busy, ours = (e - b for b, e in zip(self.begin, self._read(), strict=True))
+        return max(0.0, busy - ours) / total if total else 0.0
+
+    def tell(self) -> float:
+        """Say on stderr where they took too much; return the share."""
+        share = round(self.share(), 3)
+        if share > self.LIMIT:
+            print(
+                f"Other programs took {share:.0%} of this machine's CPU time meanwhile: these"
+                " figures are\nnot worth much. Threads of one process that wait for each other"
+                " suffer most.",
+                file=sys.stderr,
+            )
+        return share
 
 
 def raise_on_sigterm() -> None:

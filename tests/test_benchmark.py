@@ -134,8 +134,9 @@ def test_numbers_and_pages(pretend: Callable[..., list[Any]], tmp_path: Path) ->
     assert "## Strong scaling: convnet, 64 images a step in all" in page
     assert "| ddp | 2 | 2 x 1 | 750 | 750-750 | 0.75 | 0.75 | 25% | 1 |" in page
     assert "| cores |" in page
+    assert "2 rounds, data: synthetic; other programs took" in page
     found = results(tmp_path)
-    assert found["machine"].keys() >= {"cpu", "cores", "gpus", "torch", "python", "load"}
+    assert found["machine"].keys() >= {"cpu", "cores", "gpus", "torch", "python"}
     ddp = found["rows"][-1]
     assert ddp["images_per_second"] == {
         **dict.fromkeys(("median", "min", "max"), 750.0),
@@ -154,7 +155,7 @@ def test_a_failing_setting_does_not_lose_the_others(
     sizes = ["--global-batch-sizes", "64,1000", "--batch-sizes", "", "--rounds", 2]
     ended = run(*pretend(*sizes, "--models", "linear", "--time-limit", 2), timeout=120)
     assert ended.returncode == 1
-    failures = [line for line in ended.stderr.splitlines() if line.startswith("benchmark.py")]
+    failures = [line for line in ended.stderr.splitlines() if line.startswith("benchmark.py:")]
     assert len(failures) == 3, "once each, not in each round"
     assert "dp linear 2 x 32, 2 threads: exit status 1: train_dp.py: error: no Data" in ended.stderr
     assert "ddp linear 2 x 500, 2 threads: still running after 2 s" in ended.stderr
@@ -277,6 +278,18 @@ def test_without_mnist_drawn_digits_are_measured(
     (synthetic_dir / "MNIST" / "raw" / "train-images-idx3-ubyte.gz").unlink()
 
 
+def test_other_programs_are_noticed(
+    load: Callable[[str], ModuleType], monkeypatch: Any, capsys: Any
+) -> None:
+    neighbours = load("trial").Neighbours
+    readings = iter([(100.0, 50.0, 10.0), (200.0, 110.0, 60.0), (200.0, 130.0, 60.0)])
+    monkeypatch.setattr(neighbours, "_read", lambda *_: next(readings))
+    watching = neighbours()
+    assert watching.share() == pytest.approx(0.1)
+    assert watching.tell() == pytest.approx(0.3)
+    assert "Other programs took 30%" in capsys.readouterr().err
+
+
 def test_the_start_is_counted_from_the_command(
     load: Callable[[str], ModuleType], tmp_path: Path
 ) -> None:
@@ -316,7 +329,7 @@ def test_the_aims_of_ratios(load: Callable[[str], ModuleType]) -> None:
     line, result = ratios.line_of(figure, [{"a": 3.0, "b": 3.0}, {"a": 1.0}, {"a": 4.4, "b": 4.0}])
     assert result["ratios"] == [1.0, 1.1]
     assert not ratios.line_of(figure, [{"a": 4.4, "b": 4.0}])[1]["met"]
-    assert "0.95 to 1.05" in line
+    assert "1.050  (1.000-1.100)  at least 0.95 and at most 1.05: met" in line
     assert ratios.line_of(figure, [{"b": 1.0}])[1] is None
 
 
