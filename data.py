@@ -110,7 +110,8 @@ class ImageSet(Dataset):
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         index = torch.tensor(indices, device=self.images.device)
-        return self.images[index], self.labels[index]
+        # On a CPU it copies whole images, where ``self.images[index]`` goes byte by byte.
+        return self.images.index_select(0, index), self.labels.index_select(0, index)
 
 
 def keep_batch(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -234,9 +235,15 @@ def random_shift(images: Tensor, shift: int) -> Tensor:
     Draws from the default generator of the images' device.
     """
     count, height, width = images.shape
-    windows = F.pad(images, (shift,) * 4).unfold(1, height, 1).unfold(2, width, 1)
+    padded = F.pad(images, (shift,) * 4)
     dy, dx = torch.randint(2 * shift + 1, (2, count), device=images.device)
-    return windows[torch.arange(count, device=images.device), dy, dx]
+    # A moved image lies in one piece, from its first pixel to its last, with what pads its rows in
+    # between: one copy for each image, a third of the time of indexing pixel by pixel.
+    pitch = width + 2 * shift
+    size = (height - 1) * pitch + width
+    first = torch.arange(count, device=images.device) * padded[0].numel() + dy * pitch + dx
+    pieces = padded.flatten().unfold(0, size, 1).index_select(0, first)
+    return pieces.as_strided((count, height, width), (size, pitch, 1))
 
 
 def load_dataset(name: str, data_dir: str) -> tuple[ImageSet, ImageSet]:

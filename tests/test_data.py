@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -355,6 +356,16 @@ def test_random_shift_moves_whole_images() -> None:
     assert places == set(itertools.product((1, 2, 3), repeat=2))
     edge = torch.full((50, 3, 3), 7, dtype=torch.uint8)
     assert set(data.random_shift(edge, 1).unique().tolist()) == {0, 7}, "filled with black"
+
+
+def test_random_shift_is_a_crop_of_the_padded_image() -> None:
+    images = torch.randint(256, (20, 4, 6), dtype=torch.uint8)
+    torch.manual_seed(1)
+    moved = data.random_shift(images, 2)
+    torch.manual_seed(1)
+    padded, places = F.pad(images, (2,) * 4), torch.randint(5, (2, 20)).T.tolist()
+    for i, (y, x) in enumerate(places):
+        assert torch.equal(moved[i], padded[i, y : y + 4, x : x + 6])
 
 
 def test_augmentation_is_for_training_only() -> None:
