@@ -275,9 +275,7 @@ def run(args: argparse.Namespace) -> int:
             status = 130
             tqdm.write("ratios.py: interrupted: what was measured follows", file=sys.stderr)
     share, results = neighbours.tell(), {}
-    print(
-        f"{args.rounds} rounds, {machine['cores']} cores of {machine['cpu']}: median (range), aim"
-    )
+    print(f"{args.rounds} rounds, {machine['cores']} cores of {machine['cpu']}; median (range)")
     for name, figure in figures.items():
         line, results[name] = line_of(figure, found)
         print(f"{name}\n{line}")
