@@ -148,12 +148,14 @@ def choose_devices(args: argparse.Namespace) -> str | None:
         return str(error)
     args.device, available = devices[0].type, len(devices)
     cores = args.threads or runtime.usable_cores()
+    sizes = args.global_batch_sizes
     if args.device == "cpu":
         args.threads = args.threads or max(2, cores - cores % 2)
         args.counts = args.counts or [n for n in CPU_COUNTS if args.threads % n == 0]
     else:
         powers = {2**i for i in range(1, 10) if 2**i < available}
-        args.counts = args.counts or sorted(powers | {available})
+        fitting = {n for n in powers | {available} if all(size % n == 0 for size in sizes)}
+        args.counts = args.counts or sorted(fitting) or [available]
         args.threads = args.threads or max(args.counts) * max(1, cores // max(args.counts))
         if max(args.counts) > available:
             return f"--counts {max(args.counts)}: there are {available} {args.device} devices"
@@ -163,12 +165,12 @@ def choose_devices(args: argparse.Namespace) -> str | None:
             if getattr(args, name) % count:
                 flag = f"--{name.replace('_', '-')}"
                 return f"{flag} {getattr(args, name)} cannot be shared out among {count} processes"
-        for size in args.global_batch_sizes:
+        for size in sizes:
             if size % count:
                 return f"--global-batch-sizes {size} cannot be shared out among {count} devices"
-    if not args.counts or not args.models or not args.global_batch_sizes + args.batch_sizes:
+    if not args.counts or not args.models or not sizes + args.batch_sizes:
         return "nothing to measure: name models, counts and batch sizes"
-    largest = max([*args.global_batch_sizes, *(max(args.counts) * n for n in args.batch_sizes)])
+    largest = max([*sizes, *(max(args.counts) * n for n in args.batch_sizes)])
     if data.TRAIN_SIZE // largest <= WARMUP_STEPS:
         return f"a global batch of {largest} leaves an epoch of too few steps to be timed"
     return None

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from tests.processes import ROOT, Finished, finish, run, start
 
@@ -188,6 +189,25 @@ def test_interrupted_it_writes_what_it_has(
     assert "Interrupted" in (tmp_path / "benchmark.md").read_text()
 
 
+def test_on_gpus_devices_are_named(load: Callable[[str], ModuleType], monkeypatch: Any) -> None:
+    benchmark = load("benchmark")
+    gpus = [torch.device("cuda", index) for index in range(6)]
+    monkeypatch.setattr(benchmark.runtime, "select_devices", lambda kind: gpus)
+    monkeypatch.setattr(benchmark.runtime, "usable_cores", lambda: 16)
+    args = benchmark.parse_args(["--global-batch-sizes", "96", "--batch-sizes", ""])
+    assert (args.device, args.counts, args.threads) == ("cuda", [2, 4, 6], 12)
+    assert benchmark.parse_args([]).counts == [2, 4], "128 images are none to split among six"
+    (table,) = benchmark.plan(args)
+    commands = [[str(w) for w in benchmark.command(s, args, 20)] for s in table.settings]
+    flags = [dict(itertools.pairwise(words)) for words in commands]
+    counts = [len(f["--devices"].split(",")) for f in flags]
+    assert counts == [1, 2, 2, 4, 4, 6, 6]
+    assert flags[1]["--devices"] == "0,1"
+    assert [f["--threads"] for f in flags] == ["12", "12", "6", "12", "3", "12", "2"]
+    assert [f.get("--nprocs") for f in flags] == [None, None, "2", None, "4", None, "6"]
+    assert not any("--replicas" in f for f in flags)
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -309,8 +329,6 @@ def test_a_recipe_without_torchvision_is_the_same(
     load: Callable[[str], ModuleType], synthetic_dir: Path, monkeypatch: Any
 ) -> None:
     pytest.importorskip("torchvision", reason="needs torchvision")
-    import torch
-
     import data
 
     recipe = load("official_recipe")
