@@ -241,7 +241,7 @@ def random_shift(images: Tensor, shift: int) -> Tensor:
     # between: one copy for each image, a third of the time of indexing pixel by pixel.
     pitch = width + 2 * shift
     size = (height - 1) * pitch + width
-    first = torch.arange(count, device=images.device) * padded[0].numel() + dy * pitch + dx
+    first = torch.arange(count, device=images.device) * padded.stride(0) + dy * pitch + dx
     pieces = padded.flatten().unfold(0, size, 1).index_select(0, first)
     return pieces.as_strided((count, height, width), (size, pitch, 1))
 

@@ -283,23 +283,15 @@ def _meet(init_method: str, own: Member) -> tuple[dist.Store, list[Member]]:
     place.withdraw()
     port = listener.getsockname()[1]
     # The port stays ours: the store goes on listening where the others found us.
-    descriptor = listener.detach()
-
-    def serve(**options: Any) -> dist.TCPStore:
-        return dist.TCPStore(
-            "127.0.0.1",
-            port,
-            None,
-            True,
-            wait_for_workers=False,
-            master_listen_fd=descriptor,
-            **options,
-        )
-
-    try:
-        return serve(), members
-    except NotImplementedError:  # the newer of torch's two servers cannot, up to torch 2.6 at least
-        return serve(use_libuv=False), members
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        None,
+        True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return store, members
 
 
 def _meeting_place(init_method: str) -> rendezvous.Address:
