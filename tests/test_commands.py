@@ -45,6 +45,9 @@ ELSEWHERE = {
     "./scripts/test.sh": "test_quickstart.py::test_a_failed_installation_says_what_to_do",
     "tensorboard --logdir runs": "test_commands.py::test_tensorboard_shows_the_curves_of_the_table",
     "python scripts/scaling.py --check": "test_scaling.py::test_the_command_measures_and_checks",
+    "python scripts/benchmark.py": "test_benchmark.py::test_everything_for_real",
+    "python scripts/ratios.py": "test_benchmark.py::test_the_ratios_for_real",
+    "python scripts/official_recipe.py": "test_benchmark.py::test_the_recipe_for_real",
 }
 
 
@@ -69,6 +72,7 @@ class Command:
     prints: str = ""
 
 
+FEW = "--steps 3 --dataset synthetic"
 SYNTHETIC = (("prepare_data.py mnist", "prepare_data.py synthetic"),)
 ASKED = ("runs/first", "runs/asked")
 NAME = (("runs/NAME", "runs/asked"),)
@@ -145,6 +149,43 @@ COMMANDS = {
             prints="profile of 10 steps",
         ),
     ],
+    "benchmark": [
+        Command(
+            "python scripts/benchmark.py --quick",
+            run=(("--quick", f"--quick --output runs/benchmark-A --models linear {FEW}"),),
+            trains=False,
+            prints="How to read it",
+        ),
+        Command(
+            "python scripts/benchmark.py --models convnet,resnet18 --counts 2,4 -- --amp bf16",
+            run=(("convnet,resnet18", f"linear --quick --threads 4 {FEW}"),),
+            trains=False,
+            prints="How to read it",
+        ),
+        *(
+            Command(
+                f"python scripts/benchmark.py --compare {a}/benchmark.json {b}/benchmark.json",
+                run=((a, "runs/benchmark-A"), (b, "runs/benchmark-A")),
+                trains=False,
+                prints="linear",
+            )
+            for a, b in (("runs/benchmark-A", "runs/benchmark-B"), ("before", "after"))
+        ),
+    ],
+    "ratios": [
+        Command(
+            "python scripts/ratios.py --only engine,start-ddp --rounds 9",
+            run=(("--rounds 9", "--rounds 1 --images 1000 --dataset synthetic"),),
+            trains=False,
+        ),
+        # Many minutes: it has to start, and to end when it is asked to.
+        Command(
+            "python scripts/official_recipe.py --full --rounds 1",
+            run=(("python", "timeout --signal=INT 20 python"), ("1", "1 --dataset synthetic")),
+            status=124,
+            trains=False,
+        ),
+    ],
     "scaling": [
         Command("python scripts/scaling.py", trains=False),
         Command("python scripts/scaling.py --chart scaling.svg", trains=False),
@@ -200,7 +241,7 @@ def test_the_test_that_is_named_runs_the_command(command: str) -> None:
     tree = ast.parse((ROOT / "tests" / file).read_text())
     functions = {f.name: ast.unparse(f) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)}
     flag_or_file = next(word for word in reversed(command.split()) if word != "runs")
-    assert flag_or_file.rpartition("/")[2] in functions[name]
+    assert flag_or_file.rpartition("/")[2].removesuffix(".py") in functions[name]
 
 
 @pytest.fixture(scope="module")
@@ -238,13 +279,13 @@ def run_command(command: Command, project: Path, max_steps: int) -> Any:
     line = command.shown
     for shown, instead in command.run:
         assert shown in line
-        line = line.replace(shown, instead)
+        line = line.replace(shown, instead, 1)
     if command.trains:
         line += " --threads 1 --no-progress"
         line += "" if "--max-steps" in line else f" --max-steps {max_steps}"
         line += "" if "--dataset" in line else " --dataset synthetic"
         line += "" if "--model" in line else " --model linear"
-    return run("bash", "-c", line, cwd=project, timeout=90, PATH=path_of_python())
+    return run("bash", "-c", line, cwd=project, timeout=200, PATH=path_of_python())
 
 
 @pytest.mark.parametrize(
