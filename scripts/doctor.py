@@ -22,7 +22,7 @@ import zlib
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -252,6 +252,7 @@ def examine(facts: Facts, args: argparse.Namespace, backend: str) -> list[Findin
 
 def run(args: argparse.Namespace) -> int:
     """Examine, report from rank 0, and return the exit status."""
+    out = reserve_stdout() if args.json else None
     own, in_use = facts_of_this_rank(args), memory_in_use()
     try:
         device, rank, world_size, backend = distributed.setup_process_group(
@@ -266,7 +267,7 @@ def run(args: argparse.Namespace) -> int:
         )
     except rendezvous.RendezvousError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            report([Finding("rendezvous", FAILURE, str(error))], args.json)
+            report([Finding("rendezvous", FAILURE, str(error))], out)
         return 1
     own |= facts_of_device(device, in_use)
     own |= {"threads": torch.get_num_threads(), "interface": os.environ.get("GLOO_SOCKET_IFNAME")}
@@ -278,13 +279,21 @@ def run(args: argparse.Namespace) -> int:
     reduced = check_all_reduce(device, world_size)
     rows = [*examine(facts, args, backend), *reduced] if rank == 0 else []
     if rank == 0:
-        report(rows, args.json)
+        report(rows, out)
     return distributed.largest(int(any(row.state == FAILURE for row in [*rows, *reduced])))
 
 
-def report(rows: list[Finding], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps([row._asdict() for row in rows], indent=2), flush=True)
+def reserve_stdout() -> TextIO:
+    """Return standard output for the JSON alone: gloo writes there, too (torch 2.9)."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return out
+
+
+def report(rows: list[Finding], json_file: TextIO | None) -> None:
+    if json_file is not None:
+        found = [row._asdict() for row in rows]
+        print(json.dumps(found, indent=2), file=json_file, flush=True)
         return
     for row in rows:
         fix = f"\n{'':21}-> {row.fix}" if row.fix and row.state != OK else ""

@@ -12,6 +12,9 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+# Where the tests run in the background a shell has them ignore Ctrl-C, and their processes, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 import data  # noqa: E402
 from tests.processes import stray_processes  # noqa: E402
 
