@@ -92,9 +92,14 @@ class ImageSet(Dataset):
     ``DataLoader`` calls ``__getitems__`` with the indices of a whole batch where a data set has
     it: one indexing operation instead of a Python call for each image. Pass ``keep_batch`` as the
     loader's ``collate_fn``, since there is nothing left to collate.
+
+    Raises:
+        DataError: images or labels of another kind.
     """
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
+        _check("images", images, torch.uint8, "[N, H, W]", images)
+        _check("labels", labels, torch.int64, "[N]", images)
         self.images = images
         self.labels = labels
 
@@ -112,6 +117,16 @@ class ImageSet(Dataset):
         index = torch.tensor(indices, device=self.images.device)
         # On a CPU it copies whole images, where ``self.images[index]`` goes byte by byte.
         return self.images.index_select(0, index), self.labels.index_select(0, index)
+
+
+def _check(name: str, given: Any, dtype: torch.dtype, shape: str, images: Any) -> None:
+    if not isinstance(given, Tensor):
+        raise DataError(f"{name} are a {type(given).__name__}: make them a tensor {dtype} {shape}")
+    if given.dtype != dtype or given.ndim != shape.count(",") + 1 or len(given) != len(images):
+        raise DataError(
+            f"{name} are {given.dtype} {list(given.shape)} for {len(images)} images: they have to"
+            f" be {dtype} {shape}"
+        )
 
 
 def keep_batch(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

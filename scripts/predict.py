@@ -202,11 +202,14 @@ def run(args: argparse.Namespace) -> int:
     trained = load(args.model, device)
     # As in the training: in another precision a few answers differ.
     precision = runtime.Precision(trained.device, trained.run.get("amp", "off"))
+    status = 0
     for path in args.images:
         try:
             image = normalise(read_image(path), BOX.get(trained.dataset, 20))
-        except InputError as error:
-            raise InputError(f"{path} {error}") from error
+        except InputError as error:  # the other images are none the worse for it
+            print(f"predict.py: error: {path} {error}", file=sys.stderr)
+            status = error.exit_status
+            continue
         probabilities = answer(trained.classifier, image[None], precision)[0]
         print(f"{path}: {describe(probabilities, trained.dataset)}")
     if args.test or args.export:
@@ -221,7 +224,7 @@ def run(args: argparse.Namespace) -> int:
             f"{args.export}: images uint8 [B, 28, 28] in, logits [B, 10] out; differs by"
             f" {worst:.1g} at most on {CHECKED:,} test images"
         )
-    return 0
+    return status
 
 
 def main() -> int:

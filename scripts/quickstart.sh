@@ -27,8 +27,8 @@ for ((i = 0; i < ${#flags[@]}; i++)); do
 done
 if [[ -z ${dataset_given:-} ]]; then
     say "Looking for MNIST in $data_dir, or downloading it..."
-    if ! "$PYTHON" scripts/prepare_data.py mnist --data-dir "$data_dir"; then
-        say "Going on with drawn digits (--dataset synthetic) instead."
+    if ! why=$("$PYTHON" scripts/prepare_data.py mnist --data-dir "$data_dir" 2>&1); then
+        say "${why#*error: }" "Going on with drawn digits (--dataset synthetic) instead."
         flags+=(--dataset synthetic)
         "$PYTHON" scripts/prepare_data.py synthetic --data-dir "$data_dir"
     fi
@@ -61,6 +61,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     train_ddp.py --run-dir "$run_dir/ddp" --batch-size 48 "${ddp[@]}" "${flags[@]}"
 
 "$PYTHON" scripts/compare.py "$run_dir"/{single,dp,ddp}
+[[ $PYTHON != "$VENV/bin/python" ]] || say "" "Once in each shell:  source $VENV/bin/activate"
 cat <<END
 
 What next:

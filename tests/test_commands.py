@@ -43,6 +43,7 @@ LESSON = re.compile(r"python scripts/lessons/(\w+)\.py")
 ELSEWHERE = {
     "./scripts/quickstart.sh": "test_quickstart.py::test_quickstart_compares_the_three",
     "./scripts/test.sh": "test_quickstart.py::test_a_failed_installation_says_what_to_do",
+    "source .venv/bin/activate": "test_commands.py::test_the_environment_is_activated",
     "tensorboard --logdir runs": "test_commands.py::test_tensorboard_shows_the_curves_of_the_table",
     "python scripts/scaling.py --check": "test_scaling.py::test_the_command_measures_and_checks",
     "python scripts/benchmark.py": "test_benchmark.py::test_everything_for_real",
@@ -242,6 +243,15 @@ def test_the_test_that_is_named_runs_the_command(command: str) -> None:
     functions = {f.name: ast.unparse(f) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)}
     flag_or_file = next(word for word in reversed(command.split()) if word != "runs")
     assert flag_or_file.rpartition("/")[2].removesuffix(".py") in functions[name]
+
+
+def test_the_environment_is_activated(tmp_path: Path) -> None:
+    """It is made as ``scripts/environment.sh`` makes it, of which the README says the name."""
+    assert "VENV=${VENV:-.venv}" in (ROOT / "scripts" / "environment.sh").read_text()
+    made = run(sys.executable, "-m", "venv", "--without-pip", ".venv", cwd=tmp_path)
+    assert made.returncode == 0, made.text
+    line = "source .venv/bin/activate && command -v python"
+    assert run("bash", "-c", line, cwd=tmp_path).stdout.strip() == f"{tmp_path}/.venv/bin/python"
 
 
 @pytest.fixture(scope="module")

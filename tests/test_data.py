@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -374,3 +375,20 @@ def test_augmentation_is_for_training_only() -> None:
     labels = torch.zeros(8, dtype=torch.int64)
     assert torch.equal(prepare(images, labels)[0], prepare(images, labels)[0])
     assert not torch.equal(prepare(images, labels, train=True)[0], prepare(images, labels)[0])
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "words"),
+    [
+        (torch.zeros(3, 28, 28), torch.zeros(3).long(), "images are torch.float32 [3, 28, 28]"),
+        (torch.zeros(3, 1, 28, 28).byte(), torch.zeros(3).long(), "be torch.uint8 [N, H, W]"),
+        (torch.zeros(3, 28, 28).byte(), torch.zeros(3).int(), "labels are torch.int32 [3]"),
+        (torch.zeros(3, 28, 28).byte(), torch.zeros(2).long(), "labels are torch.int64 [2] for 3"),
+        ([[1]], torch.zeros(1).long(), "images are a list: make them a tensor"),
+    ],
+)
+def test_own_data_of_another_kind_is_told(images: Any, labels: Any, words: str) -> None:
+    """Floats of 0 to 1 would train, and learn nothing: they are divided by 255 once more."""
+    with pytest.raises(data.DataError) as caught:
+        data.ImageSet(images, labels)
+    assert words in str(caught.value)

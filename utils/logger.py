@@ -212,9 +212,10 @@ class Logger:
         }
         with open(self.path / "metrics.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
+        speed = row["images_per_second"]
         print(
             f"{row['epoch']:>5} {train.loss:>6.4f} {train.accuracy:>6.2%} {test.loss:>6.4f}"
-            f" {test.accuracy:>6.2%} {self.images_per_second() or 0:>8,.0f}"
+            f" {test.accuracy:>6.2%} {f'{speed:,.0f}' if speed else '-':>8}"
             f" {row['seconds']:>5.1f}s",
             flush=True,
         )

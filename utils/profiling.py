@@ -356,8 +356,9 @@ def describe(result: dict[str, Any], path: Path) -> str:
     if "replica_threads" in result:
         count, at_once = result["replica_threads"].values()
         notes["forward"] = f"{at_once:.1f} of {count} threads at once"
+    few = "" if result["steps"] == PROFILED_STEPS else f" (the run had no {PROFILED_STEPS} to give)"
     lines = [
-        f"profile of {result['steps']} steps, {result['step_seconds'] * 1e3:.2f} ms each,"
+        f"profile of {result['steps']} steps{few}, {result['step_seconds'] * 1e3:.2f} ms each,"
         f" on the {result['timeline']}:"
     ]
     for name, share in result["shares"].items():

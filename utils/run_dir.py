@@ -87,7 +87,8 @@ def open_run(
         )
     done = status.get("epoch", 0) >= epochs or status.get("global_step", 0) >= (max_steps or 1e18)
     if status["state"] == "complete" and done:
-        raise Complete(f"{folder} is complete: nothing to resume (raise --epochs to go on)")
+        limit = "--epochs" if status.get("epoch", 0) >= epochs else "--max-steps"
+        raise Complete(f"{folder} is complete: nothing to resume (raise {limit} to go on)")
     return RunDir(folder, True, lock, launch_id)
 
 
