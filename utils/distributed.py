@@ -371,6 +371,8 @@ def largest(number: int) -> int:
     """
     global _steps
     _steps += 1
+    if dist.get_world_size() == 1:  # even alone it would wake another thread, in every step
+        return number
     values = torch.tensor([number, _steps, -_steps])
     dist.all_reduce(values, dist.ReduceOp.MAX)
     number, last, first = values.tolist()
