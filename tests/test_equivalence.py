@@ -66,9 +66,10 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     return max(float((one[k].double() - other[k].double()).abs().max()) for k in one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    [("float64", 1e-12), pytest.param("float32", 1e-6, marks=pytest.mark.slow)],
+    [("float64", 1e-12), ("float32", 1e-6)],
 )
 def test_every_layout_ends_in_the_same_weights(
     dtype: str, tolerance: float, synthetic_dir: Path, tmp_path: Path

@@ -78,6 +78,7 @@ def test_ranks_that_differ_are_told_before_the_first_step(
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_a_collective_of_one_rank_cannot_corrupt_a_sum(synthetic_dir: Path, tmp_path: Path) -> None:
     """gloo pairs calls by their order alone, and adds up what does not belong together."""
     result = fail("collective", 1, 2, synthetic_dir, tmp_path / "run")

@@ -60,6 +60,7 @@ LAUNCH_TABLE = [
     Row(
         "torch.distributed.launch, environment",
         "python -m torch.distributed.launch --use_env --nproc_per_node 2 train_ddp.py",
+        slow=True,
     ),
     Row(
         "torchrun, static",
@@ -96,12 +97,14 @@ LAUNCH_TABLE = [
         "variables by hand",
         "RANK=$NODE WORLD_SIZE=2 MASTER_ADDR=$HOST0 MASTER_PORT=$PORT python train_ddp.py",
         nodes=2,
+        slow=True,
     ),
     Row(
         "--init-method env://",
         "MASTER_ADDR=$HOST0 MASTER_PORT=$PORT"
         " python train_ddp.py --init-method env:// --rank $NODE --world-size 2",
         nodes=2,
+        slow=True,
     ),
     Row(
         "--init-method tcp://",

@@ -35,7 +35,7 @@ def events(folder: Path) -> EventAccumulator:
     ("technique", "devices"),
     [
         ("single", 1),
-        ("dp", 2),
+        pytest.param("dp", 2, marks=pytest.mark.slow),
         ("ddp", 2),
         pytest.param("ddp", 3, marks=pytest.mark.slow),
     ],

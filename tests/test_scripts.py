@@ -96,7 +96,7 @@ def trained(synthetic_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     [
         ("dp", 2),
         ("ddp", 3),
-        ("ddp", 7),
+        pytest.param("ddp", 7, marks=pytest.mark.slow),
         pytest.param("dp", 3, marks=pytest.mark.slow),
         pytest.param("ddp", 1, marks=pytest.mark.slow),
         pytest.param("ddp", 2, marks=pytest.mark.slow),
@@ -130,6 +130,7 @@ def resume_chain(chain: list[str], synthetic_dir: Path, folder: Path) -> None:
         assert [row["epoch"] for row in rows] == [1], "the unfinished epoch's line is replaced"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_through_all_scripts(synthetic_dir: Path, tmp_path: Path) -> None:
     resume_chain(["single", "dp", "ddp", "single"], synthetic_dir, tmp_path / "run")
 
@@ -150,7 +151,10 @@ def final_state(run_dir: Path) -> tuple[str, list[dict[str, Any]]]:
     return summary(run_dir)["weights_sha256"], rows
 
 
-@pytest.mark.parametrize(("technique", "processes"), [("single", 1), ("ddp", 2)])
+@pytest.mark.parametrize(
+    ("technique", "processes"),
+    [("single", 1), pytest.param("ddp", 2, marks=pytest.mark.slow)],
+)
 def test_a_run_stopped_in_mid_epoch_ends_as_if_undisturbed(
     technique: str, processes: int, synthetic_dir: Path, tmp_path: Path
 ) -> None:

@@ -64,7 +64,7 @@ TARGETS: dict[str, Callable[[subprocess.Popen[str]], list[int]]] = {
     ("technique", "target", "number"),
     [
         ("single", "launcher", signal.SIGINT),
-        ("ddp", "launcher", signal.SIGTERM),
+        pytest.param("ddp", "launcher", signal.SIGTERM, marks=pytest.mark.slow),
         ("ddp", "every process", signal.SIGTERM),
         pytest.param("single", "launcher", signal.SIGUSR1, marks=pytest.mark.slow),
         pytest.param("dp", "every process", signal.SIGTERM, marks=pytest.mark.slow),
@@ -177,6 +177,7 @@ def test_a_second_run_in_the_same_folder_is_refused(synthetic_dir: Path, tmp_pat
     assert "holds a run (killed): continue it with --resume" in third.stderr, "the lock is free"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small file system")
 def test_a_full_disk_is_one_line_and_costs_no_checkpoint(
     synthetic_dir: Path, tmp_path: Path
@@ -201,6 +202,7 @@ def test_a_full_disk_is_one_line_and_costs_no_checkpoint(
         run("umount", disk)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make a folder read-only for itself")
 def test_a_folder_that_becomes_read_only(synthetic_dir: Path, tmp_path: Path) -> None:
     """At the start nothing begins; later the last checkpoint stays, and the run fails."""
