@@ -29,7 +29,7 @@ from tests.documents import (
     section,
     spans,
 )
-from tests.processes import ROOT, run, start
+from tests.processes import ROOT, run, start, summary
 from tests.test_launch import LAUNCH_TABLE, free_port, path_of_python
 from tests.test_lessons import LESSONS
 
@@ -317,6 +317,18 @@ def test_commands_run(group: str, project: Path) -> None:
         assert command.prints in ended.stdout, (command.shown, ended.text)
         if command.trains and "doctor" not in command.shown:
             assert "test accuracy" in ended.stdout, (command.shown, ended.text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS["own model and data"], ids=lambda c: c.shown)
+def test_own_data_is_learned_as_far_as_the_readme_says(
+    command: Command, project: Path, tmp_path: Path
+) -> None:
+    assert "Each ends above 95 %" in README.read_text()
+    line = f"{command.shown} --threads 1 --run-dir {tmp_path}/run"
+    ended = run("bash", "-c", line, cwd=project, PATH=path_of_python())
+    assert ended.returncode == 0, ended.text
+    assert summary(tmp_path / "run")["test_accuracy"] > 0.95
 
 
 @pytest.mark.slow
