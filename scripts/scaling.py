@@ -69,7 +69,7 @@ def time_steps(
         batches: a batch may come several times; each is timed for about ``seconds``.
         sync: whether the gradients are averaged; if not, the ranks only compute side by side.
     """
-    torch.set_num_threads(1)
+    runtime.setup_device(CPU, 1)
     network = DistributedDataParallel(models.build_model(model), gradient_as_bucket_view=True)
     optimizer = optim.build_optimizer(network, 1e-3, 0.9, 0.0)
     best: dict[int, float] = {}
