@@ -256,7 +256,8 @@ def random_shift(images: Tensor, shift: int) -> Tensor:
     # between: one copy for each image, a third of the time of indexing pixel by pixel.
     pitch = width + 2 * shift
     size = (height - 1) * pitch + width
-    first = torch.arange(count, device=images.device) * padded.stride(0) + dy * pitch + dx
+    first = torch.arange(0, padded.numel(), padded.stride(0), device=images.device)
+    first.add_(dx).add_(dy, alpha=pitch)
     pieces = padded.flatten().unfold(0, size, 1).index_select(0, first)
     return pieces.as_strided((count, height, width), (size, pitch, 1))
 

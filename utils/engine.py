@@ -73,10 +73,10 @@ def train_one_epoch(
                 labels = labels.to(logits.device)  # where DataParallel gathers its outputs
                 loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
             if device.type == "cpu" or progress.global_step % CHECK_STEPS == 0:
-                _check_finite(float(loss.detach()), progress.global_step + 1, rank)
+                _check_finite(loss.item(), progress.global_step + 1, rank)
             with mark("backward"):
                 scaler.scale(loss / grad_accum_steps).backward()
-        metrics.update(logits.detach(), labels, loss.detach())
+        metrics.update(logits, labels, loss)
         if not is_last:
             continue
         if max_grad_norm is not None:

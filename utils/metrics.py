@@ -5,6 +5,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+BATCHES = 20  # counted at once
 MARK = 1021.0  # added to a sum by each rank: the sum of another call has another multiple of it
 
 
@@ -31,17 +32,32 @@ class Metrics:
     def __init__(self, device: torch.device, sums: list[float] | None = None) -> None:
         # In float32 a count stops growing at 2**24; mps has no float64.
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        self.sums = torch.tensor(sums or [0.0, 0.0, 0.0], dtype=dtype, device=device)
+        self.counted = torch.tensor(sums or [0.0, 0.0, 0.0], dtype=dtype, device=device)
+        self.batches: list[tuple[Tensor, Tensor, Tensor]] = []  # not yet in ``counted``
 
-    @torch.no_grad()
     def update(self, logits: Tensor, labels: Tensor, mean_loss: Tensor | None = None) -> None:
         """Add a batch: logits [B, C], labels [B], and its mean loss (cross-entropy if absent)."""
         if mean_loss is None:
             mean_loss = F.cross_entropy(logits, labels)
-        correct = (logits.argmax(1) == labels).sum()
-        batch = torch.stack([mean_loss.double() * len(labels), correct.double()])
-        self.sums[:2] += batch.to(self.sums)
-        self.sums[2] += len(labels)
+        self.batches.append((logits.detach(), labels, mean_loss.detach()))
+        # Counted one by one, they took more than 1 % of a step.
+        if len(self.batches) == BATCHES:
+            self._count()
+
+    def _count(self) -> None:
+        logits, labels, losses = zip(*self.batches, strict=True)
+        self.batches = []
+        sizes = self.counted.new_tensor([len(batch) for batch in labels])
+        loss = (torch.stack(losses) * sizes).sum()
+        correct = (torch.cat(logits).argmax(1) == torch.cat(labels)).sum()
+        self.counted = self.counted + torch.stack([loss, correct.to(loss), sizes.sum()])
+
+    @property
+    def sums(self) -> Tensor:
+        """Loss sum, correct and count [3]."""
+        if self.batches:
+            self._count()
+        return self.counted
 
     def all_reduce(self) -> "Metrics":
         """Return the sums over all ranks. Collective; ``self`` keeps those of this rank.
@@ -50,12 +66,12 @@ class Metrics:
             OutOfStep: another rank called something else. The backends pair calls by their order
                 alone, and gloo notices where the sizes differ.
         """
-        sums = torch.cat([self.sums, self.sums.new_tensor([MARK])])
+        sums = torch.cat([self.sums, self.counted.new_tensor([MARK])])
         dist.all_reduce(sums)
         if float(sums[-1]) != MARK * dist.get_world_size():
             raise OutOfStep("a sum of metrics met another call")
-        total = Metrics(self.sums.device)
-        total.sums = sums[:-1]
+        total = Metrics(sums.device)
+        total.counted = sums[:-1]
         return total
 
     def state(self) -> list[float]:
