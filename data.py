@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
@@ -229,7 +228,7 @@ class Preparation:
         self.device = device
         self.mean = SOURCES[dataset].mean * 255
         self.scale = 1 / (SOURCES[dataset].std * 255)
-        self.augment = augment
+        self.shift = RandomShift(self.SHIFT) if augment else None
 
     def __call__(
         self, images: Tensor, labels: Tensor, train: bool = False
@@ -237,29 +236,40 @@ class Preparation:
         """Turn images uint8 [B, 28, 28] into floats [B, 1, 28, 28] with mean 0 and variance 1."""
         images = images.to(self.device, non_blocking=True)
         labels = labels.to(self.device, non_blocking=True)
-        if train and self.augment:
-            images = random_shift(images, self.SHIFT)
+        if train and self.shift is not None:
+            images = self.shift(images)
         # The default dtype rather than float32, so that a test can compare runs in float64.
         pixels = images.unsqueeze(1).to(torch.get_default_dtype())
         return pixels.sub_(self.mean).mul_(self.scale), labels
 
 
-def random_shift(images: Tensor, shift: int) -> Tensor:
-    """Move each image [B, H, W] by up to ``shift`` pixels each way, filling with 0.
+class RandomShift:
+    """Move each image by up to ``shift`` pixels each way, filling with 0.
 
     Draws from the default generator of the images' device.
     """
-    count, height, width = images.shape
-    padded = F.pad(images, (shift,) * 4)
-    dy, dx = torch.randint(2 * shift + 1, (2, count), device=images.device)
-    # A moved image lies in one piece, from its first pixel to its last, with what pads its rows in
-    # between: one copy for each image, a third of the time of indexing pixel by pixel.
-    pitch = width + 2 * shift
-    size = (height - 1) * pitch + width
-    first = torch.arange(0, padded.numel(), padded.stride(0), device=images.device)
-    first.add_(dx).add_(dy, alpha=pitch)
-    pieces = padded.flatten().unfold(0, size, 1).index_select(0, first)
-    return pieces.as_strided((count, height, width), (size, pitch, 1))
+
+    def __init__(self, shift: int) -> None:
+        self.shift = shift
+        self.padded = torch.empty(0)  # kept, since its margin stays 0
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Return images [B, H, W], moved."""
+        count, height, width = images.shape
+        margin, pitch = self.shift, width + 2 * self.shift
+        shape = (count, height + 2 * margin, pitch)
+        if self.padded.shape != shape or self.padded.device != images.device:
+            self.padded = images.new_zeros(shape)
+        self.padded[:, margin : margin + height, margin : margin + width] = images
+        dy, dx = torch.randint(2 * margin + 1, (2, count), device=images.device)
+        # A moved image lies in one piece, from its first pixel to its last, with what pads its rows
+        # in between: one copy for each image, a third of the time of indexing pixel by pixel.
+        size = (height - 1) * pitch + width
+        step = self.padded.stride(0)
+        first = torch.arange(0, count * step, step, device=images.device)
+        first.add_(dx).add_(dy, alpha=pitch)
+        pieces = self.padded.flatten().unfold(0, size, 1).index_select(0, first)
+        return pieces.as_strided((count, height, width), (size, pitch, 1))
 
 
 def load_dataset(name: str, data_dir: str) -> tuple[ImageSet, ImageSet]:

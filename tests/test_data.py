@@ -350,23 +350,25 @@ def test_preparation_normalises() -> None:
 def test_random_shift_moves_whole_images() -> None:
     images = torch.zeros(400, 5, 5, dtype=torch.uint8)
     images[:, 2, 2] = 9
-    shifted = data.random_shift(images, 1)
+    shifted = data.RandomShift(1)(images)
     assert shifted.shape == images.shape
     assert (shifted.sum((1, 2)) == 9).all()
     places = {tuple(p) for p in shifted.nonzero()[:, 1:].tolist()}
     assert places == set(itertools.product((1, 2, 3), repeat=2))
     edge = torch.full((50, 3, 3), 7, dtype=torch.uint8)
-    assert set(data.random_shift(edge, 1).unique().tolist()) == {0, 7}, "filled with black"
+    assert set(data.RandomShift(1)(edge).unique().tolist()) == {0, 7}, "filled with black"
 
 
 def test_random_shift_is_a_crop_of_the_padded_image() -> None:
-    images = torch.randint(256, (20, 4, 6), dtype=torch.uint8)
-    torch.manual_seed(1)
-    moved = data.random_shift(images, 2)
-    torch.manual_seed(1)
-    padded, places = F.pad(images, (2,) * 4), torch.randint(5, (2, 20)).T.tolist()
-    for i, (y, x) in enumerate(places):
-        assert torch.equal(moved[i], padded[i, y : y + 4, x : x + 6])
+    shift = data.RandomShift(2)
+    for seed, count in enumerate((20, 20, 7)):  # it keeps memory for the next batch
+        images = torch.randint(256, (count, 4, 6), dtype=torch.uint8)
+        torch.manual_seed(seed)
+        moved = shift(images)
+        torch.manual_seed(seed)
+        padded, places = F.pad(images, (2,) * 4), torch.randint(5, (2, count)).T.tolist()
+        for i, (y, x) in enumerate(places):
+            assert torch.equal(moved[i], padded[i, y : y + 4, x : x + 6])
 
 
 def test_augmentation_is_for_training_only() -> None:
