@@ -47,10 +47,14 @@ class Metrics:
     def _count(self) -> None:
         logits, labels, losses = zip(*self.batches, strict=True)
         self.batches = []
-        sizes = self.counted.new_tensor([len(batch) for batch in labels])
-        loss = (torch.stack(losses) * sizes).sum()
-        correct = (torch.cat(logits).argmax(1) == torch.cat(labels)).sum()
-        self.counted = self.counted + torch.stack([loss, correct.to(loss), sizes.sum()])
+        counted = self.counted.clone()  # inference mode's tensors may not be changed outside of it
+        # Sizes go as numbers, since a copy to the device would wait for it; DP's outputs may lie on
+        # another one than ``counted``.
+        for loss, batch in zip(torch.stack(losses).to(counted), labels, strict=True):
+            counted[0].add_(loss, alpha=len(batch))
+        counted[1] += (torch.cat(logits).argmax(1) == torch.cat(labels)).sum().to(counted)
+        counted[2] += sum(map(len, labels))
+        self.counted = counted
 
     @property
     def sums(self) -> Tensor:

@@ -72,7 +72,7 @@ def setup_device(device: torch.device, threads: int | None, processes: int = 1) 
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc keep what tensors free for the next ones, in all processes alike.
+    """Let glibc keep what tensors free for the next ones.
 
     It returns blocks of some megabytes to the kernel, which has to clear every page again at the
     next operation: a third of the time of a training step on a CPU. See mallopt(3); elsewhere than
