@@ -10,15 +10,25 @@ Read it next to train_single.py: `diff train_single.py train_dp.py`.
 import argparse
 import sys
 
+import utils.cluster.quiet  # first: from here on Ctrl-C ends quietly
+import utils.spinning  # noqa: F401  before torch, whose OpenMP reads it when it is loaded
+
+from torch import nn
 from torch.utils.data import DataLoader
 
 import data
 import models
-from utils import config, data_parallel, engine, optim, runtime, signals
-from utils.checkpoint import Checkpointer, Progress, init_weights
+from utils import config, engine, optim
+from utils.checkpoint import Checkpointer
+from utils.cluster import output, signals
+from utils.cluster.run_dir import open_run
+from utils.data_parallel import CPUDataParallel, select_devices
+from utils.device import Precision, setup_device, setup_seed
+from utils.errors import guard
 from utils.logger import Logger
 from utils.metrics import Metrics
-from utils.run_dir import open_run
+from utils.progress import Progress
+from utils.weights import load_weights
 
 # DP: flags, run directory and logs go by this name.
 TECHNIQUE = "dp"
@@ -26,38 +36,39 @@ TECHNIQUE = "dp"
 
 def run(args: argparse.Namespace) -> int:
     """Train as ``args`` say and return the exit status."""
-    train_set, test_set = data.load_dataset(args.dataset, args.data_dir)
+    train_set, test_set = data.load_dataset(args.dataset, args.data_dir, signals.sleep)
     # DP: several devices, on the first of which the model lives.
-    devices = runtime.select_devices(args.device, args.devices, args.replicas)
-    device = devices[0]
-    runtime.setup_device(device, args.threads)
-    runtime.setup_seed(args.seed, args.deterministic)
+    device, devices = select_devices(args.device, args.devices, args.replicas, args.output_device)
+    setup_device(device, args.threads)
+    setup_seed(args.seed, args.deterministic)
 
     if args.data_on_device:
         train_set, test_set = train_set.to(device), test_set.to(device)
     # DP: --batch-size is what each device gets.
     global_batch_size = args.batch_size * len(devices) * args.grad_accum_steps
-    train_sampler = data.EpochSampler(train_set, global_batch_size, seed=args.seed)
+    sampler = data.EpochSampler(train_set, global_batch_size, seed=args.seed)
     options = data.loader_options(train_set, args.num_workers, device)
     # DP: the loader packs one batch for all devices, and each forward splits it.
-    batch_size = args.batch_size * len(devices)
-    train_loader = DataLoader(train_set, batch_size, sampler=train_sampler, **options)
+    train_loader = DataLoader(train_set, args.batch_size * len(devices), sampler=sampler, **options)
     test_loader = DataLoader(test_set, data.EVAL_BATCH_SIZE, **options)
-    prepare = data.Preparation(device, args.dataset, args.augment)
+    transform = data.Transform(device, args.dataset, args.augment)
 
     raw_model = models.build_model(args.model).to(device)
+    init_report = None
     if args.init_weights:
-        init_weights(raw_model, args.init_weights)
+        init_report = load_weights(raw_model, args.init_weights)
     if args.compile:
         raw_model.compile()
-    # DP: copies the model to all devices in each forward, gathers the outputs on one, and sums the
-    # gradients of the copies in the backward. No call but this one knows of it.
-    model = data_parallel.wrap(raw_model, devices, args.output_device)
+    # DP: each forward splits the batch, copies the model to every device, runs the copies in
+    # threads and gathers their outputs on one device; the backward sums their gradients there.
+    model: nn.DataParallel = CPUDataParallel(raw_model, len(devices))
+    if device.type != "cpu":  # where nn.DataParallel would only call the model: hence the stand-in
+        model = nn.DataParallel(raw_model, device_ids=devices, output_device=args.output_device)
 
     lr = optim.scale_lr(args.lr, args.lr_scaling, global_batch_size, config.DEFAULT_BATCH_SIZE)
     optimizer = optim.build_optimizer(raw_model, lr, args.momentum, args.weight_decay)
     schedule = optim.Schedule(optimizer, len(train_set), args.epochs, args.warmup_epochs)
-    precision = runtime.Precision(device, args.amp)
+    precision = Precision(device, args.amp)
 
     run_dir = open_run(args.run_dir, TECHNIQUE, args.resume, args.epochs, args.max_steps)
     checkpointer = Checkpointer(
@@ -69,9 +80,25 @@ def run(args: argparse.Namespace) -> int:
         keep=args.keep,
         every=args.save_every_steps,
     )
-    progress = checkpointer.resume(Progress(len(train_set), global_batch_size), run_dir.resume)
+    progress = Progress(len(train_set), global_batch_size, args.epochs, args.max_steps)
+    checkpointer.resume(progress, run_dir.resume)
     stop = signals.StopRequest()
-    logger = Logger(run_dir, TECHNIQUE, vars(args), raw_model, device, progress, lr)
+    logger = Logger(
+        run_dir,
+        raw_model,
+        device,
+        progress,
+        config.facts(args),
+        config.flags(args),
+        lr=lr,
+        # DP: all in one process.
+        num_devices=len(devices),
+        init_report=init_report,
+        log_every=args.log_every,
+        profile=args.profile,
+        show_bar=args.progress,
+        tensorboard=args.tensorboard,
+    )
 
     def after_step(metrics: Metrics) -> bool:
         """Report and save if it is time to; tell whether to leave the epoch here."""
@@ -79,15 +106,15 @@ def run(args: argparse.Namespace) -> int:
         if stop.poll() or checkpointer.due(progress):
             progress.train_sums = metrics.state()
             checkpointer.save(progress)
-        return stop.signal is not None or progress.reached(args.epochs, args.max_steps)
+        return stop.signal is not None
 
     with logger:
-        while not progress.reached(args.epochs, args.max_steps):
-            train_sampler.set_epoch(progress.epoch, progress.samples)
+        while not progress.is_finished:
+            sampler.set_epoch(progress.epoch, progress.epoch_samples)
             train_metrics = engine.train_one_epoch(
                 model,
                 logger.track(train_loader),
-                prepare,
+                transform,
                 optimizer,
                 schedule,
                 precision,
@@ -101,20 +128,22 @@ def run(args: argparse.Namespace) -> int:
             if stop.signal:
                 logger.stopped(stop.name)
                 return 128 + stop.signal
-            test_metrics = engine.evaluate(raw_model, test_loader, prepare, precision)
-            logger.log_epoch(train_metrics, test_metrics, schedule.lr)
+            test_metrics, predictions = engine.evaluate(
+                raw_model, test_loader, transform, precision
+            )
+            logger.log_epoch(train_metrics, test_metrics, predictions, schedule.lr)
             progress.end_epoch(train_metrics.state(), test_metrics.state())
             checkpointer.save(progress)
-        logger.show_answers(test_set)
-        logger.complete([runtime.peak_memory(device)])
+        logger.complete(test_set)
     return 0
 
 
 def main() -> int:
     """Parse the command line, train, and return the exit status."""
+    output.protect()
     signals.install_handlers()
     args = config.parse_args(TECHNIQUE, __doc__)
-    return runtime.guard(run, args)
+    return guard(run, args)
 
 
 if __name__ == "__main__":

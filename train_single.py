@@ -9,38 +9,47 @@ The baseline: read train_dp.py and train_ddp.py next to it, as diffs.
 import argparse
 import sys
 
+import utils.cluster.quiet  # first: from here on Ctrl-C ends quietly
+import utils.spinning  # noqa: F401  before torch, whose OpenMP reads it when it is loaded
+
 from torch.utils.data import DataLoader
 
 import data
 import models
-from utils import config, engine, optim, runtime, signals
-from utils.checkpoint import Checkpointer, Progress, init_weights
+from utils import config, engine, optim
+from utils.checkpoint import Checkpointer
+from utils.cluster import output, signals
+from utils.cluster.run_dir import open_run
+from utils.device import Precision, select_devices, setup_device, setup_seed
+from utils.errors import guard
 from utils.logger import Logger
 from utils.metrics import Metrics
-from utils.run_dir import open_run
+from utils.progress import Progress
+from utils.weights import load_weights
 
 TECHNIQUE = "single"
 
 
 def run(args: argparse.Namespace) -> int:
     """Train as ``args`` say and return the exit status."""
-    train_set, test_set = data.load_dataset(args.dataset, args.data_dir)
-    device = runtime.select_devices(args.device, args.devices)[0]
-    runtime.setup_device(device, args.threads)
-    runtime.setup_seed(args.seed, args.deterministic)
+    train_set, test_set = data.load_dataset(args.dataset, args.data_dir, signals.sleep)
+    device = select_devices(args.device, args.devices)[0]
+    setup_device(device, args.threads)
+    setup_seed(args.seed, args.deterministic)
 
     if args.data_on_device:
         train_set, test_set = train_set.to(device), test_set.to(device)
     global_batch_size = args.batch_size * args.grad_accum_steps
-    train_sampler = data.EpochSampler(train_set, global_batch_size, seed=args.seed)
+    sampler = data.EpochSampler(train_set, global_batch_size, seed=args.seed)
     options = data.loader_options(train_set, args.num_workers, device)
-    train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, **options)
+    train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, **options)
     test_loader = DataLoader(test_set, data.EVAL_BATCH_SIZE, **options)
-    prepare = data.Preparation(device, args.dataset, args.augment)
+    transform = data.Transform(device, args.dataset, args.augment)
 
     raw_model = models.build_model(args.model).to(device)
+    init_report = None
     if args.init_weights:
-        init_weights(raw_model, args.init_weights)
+        init_report = load_weights(raw_model, args.init_weights)
     if args.compile:
         raw_model.compile()
     model = raw_model
@@ -48,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     lr = optim.scale_lr(args.lr, args.lr_scaling, global_batch_size, config.DEFAULT_BATCH_SIZE)
     optimizer = optim.build_optimizer(raw_model, lr, args.momentum, args.weight_decay)
     schedule = optim.Schedule(optimizer, len(train_set), args.epochs, args.warmup_epochs)
-    precision = runtime.Precision(device, args.amp)
+    precision = Precision(device, args.amp)
 
     run_dir = open_run(args.run_dir, TECHNIQUE, args.resume, args.epochs, args.max_steps)
     checkpointer = Checkpointer(
@@ -60,9 +69,23 @@ def run(args: argparse.Namespace) -> int:
         keep=args.keep,
         every=args.save_every_steps,
     )
-    progress = checkpointer.resume(Progress(len(train_set), global_batch_size), run_dir.resume)
+    progress = Progress(len(train_set), global_batch_size, args.epochs, args.max_steps)
+    checkpointer.resume(progress, run_dir.resume)
     stop = signals.StopRequest()
-    logger = Logger(run_dir, TECHNIQUE, vars(args), raw_model, device, progress, lr)
+    logger = Logger(
+        run_dir,
+        raw_model,
+        device,
+        progress,
+        config.facts(args),
+        config.flags(args),
+        lr=lr,
+        init_report=init_report,
+        log_every=args.log_every,
+        profile=args.profile,
+        show_bar=args.progress,
+        tensorboard=args.tensorboard,
+    )
 
     def after_step(metrics: Metrics) -> bool:
         """Report and save if it is time to; tell whether to leave the epoch here."""
@@ -70,15 +93,15 @@ def run(args: argparse.Namespace) -> int:
         if stop.poll() or checkpointer.due(progress):
             progress.train_sums = metrics.state()
             checkpointer.save(progress)
-        return stop.signal is not None or progress.reached(args.epochs, args.max_steps)
+        return stop.signal is not None
 
     with logger:
-        while not progress.reached(args.epochs, args.max_steps):
-            train_sampler.set_epoch(progress.epoch, progress.samples)
+        while not progress.is_finished:
+            sampler.set_epoch(progress.epoch, progress.epoch_samples)
             train_metrics = engine.train_one_epoch(
                 model,
                 logger.track(train_loader),
-                prepare,
+                transform,
                 optimizer,
                 schedule,
                 precision,
@@ -92,20 +115,22 @@ def run(args: argparse.Namespace) -> int:
             if stop.signal:
                 logger.stopped(stop.name)
                 return 128 + stop.signal
-            test_metrics = engine.evaluate(raw_model, test_loader, prepare, precision)
-            logger.log_epoch(train_metrics, test_metrics, schedule.lr)
+            test_metrics, predictions = engine.evaluate(
+                raw_model, test_loader, transform, precision
+            )
+            logger.log_epoch(train_metrics, test_metrics, predictions, schedule.lr)
             progress.end_epoch(train_metrics.state(), test_metrics.state())
             checkpointer.save(progress)
-        logger.show_answers(test_set)
-        logger.complete([runtime.peak_memory(device)])
+        logger.complete(test_set)
     return 0
 
 
 def main() -> int:
     """Parse the command line, train, and return the exit status."""
+    output.protect()
     signals.install_handlers()
     args = config.parse_args(TECHNIQUE, __doc__)
-    return runtime.guard(run, args)
+    return guard(run, args)
 
 
 if __name__ == "__main__":

@@ -4,48 +4,51 @@ import argparse
 import math
 import os
 import re
-import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import models
 from data import SOURCES
+from utils import errors
+from utils.optim import RULES
 
 DEFAULT_BATCH_SIZE = 96
-
-
-class UsageError(Exception):
-    """Arguments that cannot be used together or here; the message says what to change."""
-
-    exit_status = 2
+MAX_SECONDS = 1e7  # four months; more does not fit where PyTorch counts milliseconds
+MAX_THREADS = 4096  # far beyond which OpenMP crashes
 
 
 class OneLineParser(argparse.ArgumentParser):
     """Say what is wrong in one line: under torchrun N usages would bury it."""
 
     def error(self, message: str) -> NoReturn:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            self.exit(2)  # the first rank of this machine says it
-        self.exit(2, f"{self.prog}: error: {message} (--help lists the flags)\n")
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
+            errors.let_another_rank_report()  # the first of this machine
+            self.exit(2)
+        self.exit(2, f"{self.prog}: error: {errors.printable(message)} (--help lists the flags)\n")
 
 
 def number(
-    kind: Callable[[str], Any], least: float | None = None, above: float | None = None
+    kind: Callable[[str], Any],
+    least: float = -math.inf,
+    above: float = -math.inf,
+    most: float = 2**53,
 ) -> Callable[[str], Any]:
-    """Return an argparse type: a finite number, at least ``least`` and greater than ``above``."""
+    """Return an argparse type: a number from ``least`` to ``most``, and greater than ``above``."""
     name = "a whole number" if kind is int else "a number"
 
     def parse(text: str) -> Any:
         try:
             value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {name}") from None
+            raise argparse.ArgumentTypeError(f"{text[:50]!r} is not {name}") from None
         if not math.isfinite(value):
-            raise argparse.ArgumentTypeError(f"{text!r} is not finite")
-        if least is not None and value < least:
-            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
-        if above is not None and value <= above:
-            raise argparse.ArgumentTypeError(f"{text} is not greater than {above}")
+            raise argparse.ArgumentTypeError(f"{text[:50]!r} is not finite")
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text[:50]} is less than {least}")
+        if value <= above:
+            raise argparse.ArgumentTypeError(f"{text[:50]} is not greater than {above}")
+        if value > most:
+            raise argparse.ArgumentTypeError(f"{text[:50]} is greater than {most:g}")
         return value
 
     return parse
@@ -65,7 +68,9 @@ def device_ids(text: str) -> list[int]:
 
 
 COUNT, SIZE = number(int, least=0), number(int, least=1)
-SHARE, POSITIVE = number(float, least=0), number(float, above=0)
+NON_NEGATIVE, POSITIVE = number(float, least=0), number(float, above=0)
+RANKS = number(int, least=1, most=2**20)
+SECONDS = number(float, above=0, most=MAX_SECONDS)
 
 
 def build_parser(technique: str, description: str | None) -> argparse.ArgumentParser:
@@ -85,92 +90,85 @@ def build_parser(technique: str, description: str | None) -> argparse.ArgumentPa
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("data")
-    group.add_argument("--dataset", choices=list(SOURCES), default="mnist")
-    group.add_argument("--data-dir", default="data", help="in torchvision's layout (MNIST/raw)")
-    group.add_argument("--num-workers", type=COUNT, default=0, help="loader processes, per process")
-    group.add_argument(
-        "--augment",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="random shift of the training images",
-    )
-    group.add_argument("--data-on-device", action="store_true", help="keep the set on the GPU")
+    add = parser.add_argument_group("data").add_argument
+    add("--dataset", choices=list(SOURCES), default="mnist")
+    add("--data-dir", default="data", help="in torchvision's layout (MNIST/raw)")
+    add("--num-workers", type=COUNT, default=0, help="loader processes, per process")
+    add("--augment", action=argparse.BooleanOptionalAction, default=True, help="random shift")
+    add("--data-on-device", action="store_true", help="keep the set on the GPU")
 
-    group = parser.add_argument_group("training")
-    group.add_argument("--model", choices=list(models.MODELS), default="convnet")
-    group.add_argument("--epochs", type=SIZE, default=1)
-    group.add_argument("--max-steps", type=SIZE, help="end after this many optimizer steps")
-    group.add_argument(
-        "--batch-size", type=SIZE, default=DEFAULT_BATCH_SIZE, help="per device and micro-step"
-    )
-    group.add_argument(
-        "--lr", type=POSITIVE, default=0.1, help=f"peak, at a global batch of {DEFAULT_BATCH_SIZE}"
-    )
-    group.add_argument(
-        "--lr-scaling",
-        choices=["none", "linear", "sqrt"],
-        default="linear",
-        help="how the learning rate follows the global batch",
-    )
-    group.add_argument("--momentum", type=number(float, least=0), default=0.9)
-    group.add_argument("--weight-decay", type=SHARE, default=5e-4)
-    group.add_argument("--label-smoothing", type=SHARE, default=0.05)
-    group.add_argument("--warmup-epochs", type=SHARE, default=1.0)
-    group.add_argument("--grad-accum-steps", type=SIZE, default=1, help="micro-steps per step")
-    group.add_argument("--max-grad-norm", type=POSITIVE, help="clip the gradient's norm to this")
+    add = parser.add_argument_group("training").add_argument
+    add("--model", choices=list(models.MODELS), default="convnet")
+    add("--epochs", type=POSITIVE, default=1, help="a fraction ends within one")
+    add("--max-steps", type=SIZE, help="end after this many optimizer steps")
+    add("--batch-size", type=SIZE, default=DEFAULT_BATCH_SIZE, help="per device and micro-step")
+    add("--lr", type=POSITIVE, default=0.1, help=f"peak, at a global batch of {DEFAULT_BATCH_SIZE}")
+    add("--lr-scaling", choices=RULES, default=RULES[0], help="of the rate with the global batch")
+    add("--momentum", type=number(float, least=0), default=0.9)
+    add("--weight-decay", type=NON_NEGATIVE, default=5e-4)
+    add("--label-smoothing", type=NON_NEGATIVE, default=0.05)
+    add("--warmup-epochs", type=NON_NEGATIVE, default=1.0)
+    add("--grad-accum-steps", type=SIZE, default=1, help="micro-steps per step")
+    add("--max-grad-norm", type=NON_NEGATIVE, default=1.0, help="clip the gradient; 0: do not")
 
-    group = parser.add_argument_group("hardware")
-    group.add_argument("--device", choices=["auto", "cpu", "cuda", "mps", "xpu"], default="auto")
-    group.add_argument(
-        "--devices", type=device_ids, help="logical ids, after CUDA_VISIBLE_DEVICES: 0,3"
+    add = parser.add_argument_group("hardware").add_argument
+    add("--device", choices=["auto", "cpu", "cuda", "mps", "xpu"], default="auto")
+    add("--devices", type=device_ids, help="logical ids, after CUDA_VISIBLE_DEVICES: 0,3")
+    add(
+        "--threads",
+        type=number(int, least=1, most=MAX_THREADS),
+        help="per process (default: OMP_NUM_THREADS without torchrun, or cores / processes)",
     )
-    group.add_argument("--threads", type=SIZE, help="per process (default: cores / processes)")
-    group.add_argument("--amp", choices=["off", "bf16", "fp16"], default="off")
-    group.add_argument("--compile", action="store_true", help="torch.compile the model")
-    group.add_argument("--seed", type=COUNT, default=0)
-    group.add_argument("--deterministic", action="store_true", help="refuse unstable kernels")
+    add("--amp", choices=["off", "bf16", "fp16"], default="off")
+    add("--compile", action="store_true", help="torch.compile the model")
+    add("--seed", type=COUNT, default=0)
+    add("--deterministic", action="store_true", help="refuse unstable kernels")
 
-    group = parser.add_argument_group("run")
-    group.add_argument("--run-dir", help="default: a new folder below runs/")
-    group.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue the run in --run-dir (default: this script's latest)",
-    )
-    group.add_argument("--init-weights", metavar="FILE", help="start from a checkpoint's weights")
-    group.add_argument("--save-every-steps", type=SIZE, help="also save within epochs")
-    group.add_argument("--keep", type=SIZE, default=2, help="how many checkpoints to keep")
-    group.add_argument("--profile", action="store_true", help="trace some steps of the first epoch")
-    group.add_argument("--log-every", type=SIZE, default=50, help="steps")
-    group.add_argument("--no-tensorboard", dest="tensorboard", action="store_false")
-    group.add_argument("--no-progress", dest="progress", action="store_false")
+    add = parser.add_argument_group("run").add_argument
+    add("--run-dir", help="default: a new folder below runs/")
+    add("--resume", action="store_true", help="go on in --run-dir (default: this script's latest)")
+    add("--init-weights", metavar="FILE", help="start from a checkpoint's weights")
+    add("--save-every-steps", type=SIZE, help="also save within epochs")
+    add("--keep", type=SIZE, default=2, help="how many checkpoints to keep")
+    add("--profile", action="store_true", help="trace some steps of the first epoch")
+    add("--log-every", type=SIZE, default=50, help="steps")
+    add("--no-tensorboard", dest="tensorboard", action="store_false")
+    add("--no-progress", dest="progress", action="store_false")
 
 
 def _add_dp(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("DataParallel")
-    group.add_argument("--output-device", type=COUNT, help="gathers outputs (default: the first)")
-    group.add_argument("--replicas", type=SIZE, help="CPU threads in the place of GPUs: 2")
+    add = parser.add_argument_group("DataParallel").add_argument
+    add("--output-device", type=COUNT, help="gathers outputs (default: the first)")
+    add(
+        "--replicas",
+        type=number(int, least=1, most=256),
+        help="CPU threads in the place of GPUs: 2",
+    )
 
 
 def _add_ddp(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("DistributedDataParallel")
-    group.add_argument("--backend", choices=["auto", "nccl", "gloo", "mpi"], default="auto")
-    group.add_argument(
-        "--init-method", default="env://", help="env://, tcp://host:port or file:///path"
+    add = parser.add_argument_group("DistributedDataParallel").add_argument
+    add("--backend", choices=["auto", "nccl", "gloo", "mpi"], default="auto")
+    add("--init-method", default="env://", help="env://, tcp://host:port or file:///path")
+    add("--rank", type=COUNT, help="of this process, where no launcher gives it")
+    add("--world-size", type=RANKS, help="goes with --rank")
+    add("--local-rank", "--local_rank", type=COUNT, help=argparse.SUPPRESS)
+    add("--nprocs", type=RANKS, help="start so many processes, without a launcher")
+    add("--nnodes", type=RANKS, default=1, help="goes with --nprocs")
+    add("--node-rank", type=COUNT, default=0, help="goes with --nprocs")
+    add("--rdzv-timeout", type=SECONDS, default=120.0, help="wait for all ranks, seconds")
+    add("--timeout", type=SECONDS, default=600.0, help="of a collective, seconds")
+    add("--sync-bn", action="store_true", help="batch statistics over all ranks")
+    add(
+        "--bucket-cap-mb",
+        type=number(float, above=0, most=2**20),
+        help="size of a gradient bucket (default: PyTorch's, 1 for the first and 25)",
     )
-    group.add_argument("--rank", type=COUNT, help="of this process, where no launcher gives it")
-    group.add_argument("--world-size", type=SIZE, help="goes with --rank")
-    group.add_argument("--local-rank", "--local_rank", type=COUNT, help=argparse.SUPPRESS)
-    group.add_argument("--nprocs", type=SIZE, help="start so many processes, without a launcher")
-    group.add_argument("--nnodes", type=SIZE, default=1, help="goes with --nprocs")
-    group.add_argument("--node-rank", type=COUNT, default=0, help="goes with --nprocs")
-    group.add_argument(
-        "--rdzv-timeout", type=POSITIVE, default=120.0, help="wait for all ranks, seconds"
+    add(
+        "--find-unused-parameters",
+        action="store_true",
+        help="for models of which a forward does not use every parameter",
     )
-    group.add_argument("--timeout", type=POSITIVE, default=600.0, help="of a collective, seconds")
-    group.add_argument("--sync-bn", action="store_true", help="batch statistics over all ranks")
-    group.add_argument("--bucket-cap-mb", type=POSITIVE, default=25.0, help="gradient bucket")
 
 
 def parse_args(
@@ -180,25 +178,38 @@ def parse_args(
     parser = build_parser(technique, description)
     args = parser.parse_args(argv)
     args.technique = technique
-    args.argv = sys.argv[1:] if argv is None else list(argv)
     problem = find_conflict(args)
     if problem:
         parser.error(problem)
     return args
 
 
-def shared(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
-    """Return what every process of a job has to have the same, ``more`` included."""
+def shared(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what every process of a job has to have the same."""
     names = (
         "dataset model batch_size grad_accum_steps epochs max_steps lr seed amp sync_bn compile"
-        " save_every_steps bucket_cap_mb lr_scaling momentum weight_decay label_smoothing"
-        " warmup_epochs max_grad_norm augment"
+        " save_every_steps bucket_cap_mb find_unused_parameters lr_scaling momentum weight_decay"
+        " label_smoothing warmup_epochs max_grad_norm augment"
     )
-    return {name: getattr(args, name) for name in names.split()} | more
+    return {name: getattr(args, name) for name in names.split()}
+
+
+def facts(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what ``summary.json`` tells of the command."""
+    names = ("technique", "dataset", "model", "batch_size", "seed", "amp")
+    return {"script": f"train_{args.technique}.py"} | {n: getattr(args, n) for n in names}
+
+
+def flags(args: argparse.Namespace) -> dict[str, Any]:
+    """Return all flags, for the record."""
+    return {name: value for name, value in vars(args).items() if name != "technique"}
 
 
 def find_conflict(args: argparse.Namespace) -> str | None:
     """Return why these arguments cannot be used together, or None."""
+    for flag in ("init_weights", "run_dir", "data_dir"):
+        if getattr(args, flag) == "":
+            return f"--{flag.replace('_', '-')} is empty: is a variable not set?"
     if not 0 <= args.momentum < 1:
         return f"--momentum {args.momentum} is not in [0, 1)"
     if args.label_smoothing >= 1:
@@ -229,7 +240,7 @@ def _find_ddp_conflict(args: argparse.Namespace) -> str | None:
         return "--nnodes and --node-rank go with --nprocs; torchrun has its own"
     if args.nprocs is not None and args.rank is not None:
         return "--nprocs numbers its processes itself: drop --rank and --world-size"
-    if not re.fullmatch(r"env://|tcp://[^/]+:\d+|file:///.+", args.init_method):
+    if not re.fullmatch(r"env://|tcp://[^/]+:\d{1,9}|file:///.+", args.init_method):
         return f"--init-method {args.init_method} is not env://, tcp://host:port or file:///path"
     port = args.init_method.rpartition(":")[2]
     if args.init_method.startswith("tcp:") and not 0 < int(port) < 65_536:

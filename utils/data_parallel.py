@@ -2,28 +2,35 @@
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
-from utils.config import UsageError
-from utils.profiling import mark
+from utils import device
+from utils.errors import UsageError
+
+START_SECONDS = 60.0  # for all threads of a forward to start
+CPU_REPLICAS = 2  # the least with which DataParallel splits anything
 
 
-def wrap(
-    model: nn.Module, devices: list[torch.device], output_device: int | None
-) -> nn.DataParallel:
-    """Wrap ``model`` for several GPUs or, where the devices are a CPU, for its threads.
+def select_devices(
+    kind: str, ids: list[int] | None, replicas: int | None, output_device: int | None
+) -> tuple[torch.device, list[torch.device]]:
+    """Return the device on which the model lives, and all: GPUs, or the CPU for each replica.
 
     Args:
-        model: on ``devices[0]``.
-        devices: GPUs, or the CPU once for each replica (``runtime.select_devices``).
+        kind: as for ``utils.device.select_devices``.
+        ids: logical device ids, or None for all.
+        replicas: CPU threads in the place of GPUs; None for ``CPU_REPLICAS``.
         output_device: logical id of the GPU that gathers the outputs; None for the first.
 
     Raises:
         UsageError: devices or arguments that DataParallel cannot use.
     """
+    devices = device.select_devices(kind, ids)
     kind = devices[0].type
     if kind == "mps":
         raise UsageError(
@@ -33,14 +40,19 @@ def wrap(
     if kind == "cpu":
         if output_device is not None:
             raise UsageError("--output-device names a GPU, and there is none: drop it")
-        print(f"no GPU in use: DataParallel's own forward runs over {len(devices)} CPU threads")
-        if any(isinstance(module, nn.Dropout) for module in model.modules()):
-            print("their dropout draws from one generator in turn: this run cannot be repeated")
-        return CPUDataParallel(model, len(devices))
-    ids = [device.index for device in devices]
-    if output_device is not None and output_device not in ids:
-        raise UsageError(f"--output-device {output_device} is not one of the devices {ids}")
-    return nn.DataParallel(model, device_ids=ids, output_device=output_device)
+        replicas = replicas or CPU_REPLICAS
+        print(
+            f"no GPU in use: DataParallel's own forward runs over {replicas} CPU threads; where"
+            " the model has dropout, they draw from one generator in turn, and this run cannot be"
+            " repeated"
+        )
+        return devices[0], devices * replicas
+    if replicas is not None:
+        raise UsageError(f"--replicas is for the CPU: choose {kind} devices with --devices")
+    indices = [gpu.index for gpu in devices]
+    if output_device is not None and output_device not in indices:
+        raise UsageError(f"--output-device {output_device} is not one of the devices {indices}")
+    return devices[0], devices
 
 
 class CPUDataParallel(nn.DataParallel):
@@ -63,7 +75,7 @@ class CPUDataParallel(nn.DataParallel):
         self.src_device_obj = torch.device("cpu")
         self.threads_each = max(1, torch.get_num_threads() // replicas)
 
-    @mark("DataParallel.scatter")
+    @record_function("DataParallel.scatter")
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
@@ -77,7 +89,7 @@ class CPUDataParallel(nn.DataParallel):
         named = {name: split(value) for name, value in (kwargs or {}).items()}
         return shares, [{name: named[name][i] for name in named} for i in range(len(shares))]
 
-    @mark("DataParallel.replicate")
+    @record_function("DataParallel.replicate")
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
         """Copy the module for each replica, so that gradients flow back to the one original.
 
@@ -86,38 +98,32 @@ class CPUDataParallel(nn.DataParallel):
         """
         return [_replica(module, share=i == 0) for i in device_ids]
 
-    @mark("DataParallel.parallel_apply")
     def parallel_apply(
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any
     ) -> list[Any]:
         """Run each replica in a thread of its own, as ``torch.nn.parallel.parallel_apply`` does."""
-        results: list[Any] = [None] * len(replicas)
         grad = torch.is_grad_enabled()
         amp, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        begun = threading.Barrier(len(replicas))
 
-        def work(i: int) -> None:
-            try:
-                # Grad mode, autocast and thread count belong to the thread.
-                torch.set_num_threads(self.threads_each)
-                with torch.set_grad_enabled(grad), torch.autocast("cpu", dtype, enabled=amp):
-                    results[i] = replicas[i](*inputs[i], **kwargs[i])
-            except Exception as error:
-                results[i] = error
+        def work(i: int) -> Any:
+            begun.wait(START_SECONDS)  # or a thread that is done already gets the next replica
+            # Grad mode, autocast and thread count belong to the thread.
+            torch.set_num_threads(self.threads_each)
+            with torch.set_grad_enabled(grad), torch.autocast("cpu", dtype, enabled=amp):
+                return replicas[i](*inputs[i], **kwargs[i])
 
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(replicas))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
-        return results
+        with ThreadPoolExecutor(len(replicas)) as pool:
+            return list(pool.map(work, range(len(replicas))))
 
-    @mark("DataParallel.gather")
+    @record_function("DataParallel.gather")
     def gather(self, outputs: Sequence[Tensor], output_device: Any) -> Tensor:
-        """Join the outputs [B/n, ...] to one [B, ...]; its backward hands out the gradients."""
-        return torch.cat(list(outputs), self.dim)
+        """Join the outputs [B/n, ...] to one [B, ...]; its backward hands out the gradients.
+
+        Scalars become a vector of one for each replica, as on GPUs.
+        """
+        parts = [output.reshape(1) if output.ndim == 0 else output for output in outputs]
+        return torch.cat(parts, self.dim)
 
 
 def _replica(module: nn.Module, share: bool) -> nn.Module:

@@ -5,30 +5,28 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data import Preparation
-from utils.checkpoint import Progress
+from data import Transform
+from models import loss_and_correct
+from utils.device import Precision, seed_step
+from utils.errors import UserError
 from utils.metrics import Metrics
 from utils.optim import Schedule
-from utils.profiling import mark
-from utils.runtime import Precision, seed_step
+from utils.progress import Progress
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 CHECK_STEPS = 50  # between looks at the loss on a GPU, each of which waits for it
 
 
-class NonFiniteLoss(Exception):
+class NonFiniteLoss(UserError):
     """The training diverged; the weights of this step were not saved."""
-
-    exit_status = 1
 
 
 def train_one_epoch(
     model: nn.Module,
     loader: Batches,
-    prepare: Preparation,
+    transform: Transform,
     optimizer: torch.optim.Optimizer,
     schedule: Schedule,
     precision: Precision,
@@ -54,42 +52,49 @@ def train_one_epoch(
 
     Returns:
         The sums of this process, with those that ``progress`` brought along added on rank 0.
+
+    Raises:
+        NonFiniteLoss: the training diverged.
     """
     model.train()
-    device = prepare.device
+    device = transform.device
     scaler = precision.scaler
     # What was seen before a resume is counted once: by rank 0.
     metrics = Metrics(device, progress.train_sums if rank == 0 else None)
-    for micro_step, (images, labels) in enumerate(loader):
+    # Where only an evaluation is owed, the log gets the latest step's rate.
+    if not progress.has_step_left:
+        schedule.set(max(0, progress.samples_seen - progress.global_batch_size))
+    for micro_step, (images, targets) in enumerate(loader):
         is_last = (micro_step + 1) % grad_accum_steps == 0
         if micro_step % grad_accum_steps == 0:
-            seed_step(device, seed, rank, progress.images)
-        with mark("prepare"):
-            images, labels = prepare(images, labels, train=True)
+            if not progress.has_step_left:
+                break
+            seed_step(device, seed, rank, progress.samples_seen)
+        images, targets = transform(images, targets, train=True)
         # DDP's reduction is set up by the forward and done by the backward: no_sync needs both.
         with nullcontext() if is_last else no_sync():
-            with mark("forward"), precision.autocast():
-                logits = model(images)
-                labels = labels.to(logits.device)  # where DataParallel gathers its outputs
-                loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
+            with precision.autocast():
+                outputs = model(images)
+                targets = targets.to(outputs.device)  # where DataParallel gathers its outputs
+                loss, correct = loss_and_correct(outputs, targets, label_smoothing)
             if device.type == "cpu" or progress.global_step % CHECK_STEPS == 0:
                 _check_finite(loss.item(), progress.global_step + 1, rank)
-            with mark("backward"):
-                scaler.scale(loss / grad_accum_steps).backward()
-        metrics.update(logits, labels, loss)
+            scaler.scale(loss / grad_accum_steps).backward()
+        metrics.update(loss, correct)
         if not is_last:
             continue
-        if max_grad_norm is not None:
-            with mark("clip_grad_norm"):
-                scaler.unscale_(optimizer)  # the norm is that of the gradient, not of its multiple
-                nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-        schedule.set(progress.images)
+        if max_grad_norm:
+            scaler.unscale_(optimizer)  # the norm is that of the gradient, not of its multiple
+            nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        schedule.set(progress.samples_seen)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         progress.step()
         if after_step(metrics):
             break
+    if metrics.count:
+        _check_finite(metrics.loss, progress.global_step, rank)
     return metrics
 
 
@@ -103,17 +108,30 @@ def _check_finite(loss: float, step: int, rank: int) -> None:
 
 @torch.inference_mode()
 def evaluate(
-    raw_model: nn.Module, loader: Batches, prepare: Preparation, precision: Precision
-) -> Metrics:
-    """Return the sums over the loader's samples, this process's share of the test set.
+    raw_model: nn.Module, loader: Batches, transform: Transform, precision: Precision
+) -> tuple[Metrics, Tensor]:
+    """Evaluate the model on this process's share of the test set.
 
     Takes the unwrapped model: each rank may hold a different number of batches (or none), and a
     forward of DDP may be a collective.
+
+    Returns:
+        The sums over the loader's samples, and what was predicted for each of them, in their order:
+        float64 [N, 2] on the CPU, the class and its probability (zeros where the model's outputs
+        are no logits [B, C]).
     """
     raw_model.eval()
-    metrics = Metrics(prepare.device)
-    for images, labels in loader:
-        images, labels = prepare(images, labels)
+    metrics = Metrics(transform.device)
+    predictions = [torch.zeros(0, 2, dtype=torch.float64)]
+    for images, targets in loader:
+        images, targets = transform(images, targets)
         with precision.autocast():
-            metrics.update(raw_model(images), labels)
-    return metrics
+            outputs = raw_model(images)
+            metrics.update(*loss_and_correct(outputs, targets))
+        if outputs.ndim == 2:
+            # In float64, in which no two logits round to one probability.
+            confidences, classes = outputs.cpu().double().softmax(1).max(1)
+            predictions.append(torch.stack([classes.double(), confidences], 1))
+        else:
+            predictions.append(predictions[0].new_zeros(len(outputs), 2))
+    return metrics, torch.cat(predictions)

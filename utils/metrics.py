@@ -2,17 +2,17 @@
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
+from utils.errors import UserError
+
 BATCHES = 20  # counted at once
-MARK = 1021.0  # added to a sum by each rank: the sum of another call has another multiple of it
+# From each rank, beside a sum: that of another call has another multiple of it.
+CHECK_VALUE = 1021.0
 
 
-class OutOfStep(Exception):
+class OutOfStep(UserError):
     """The ranks did not call the same collectives in the same order."""
-
-    exit_status = 1
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -22,7 +22,7 @@ class OutOfStep(Exception):
 
 
 class Metrics:
-    """Sums of loss, correct answers and samples, kept on the device.
+    """Sums of loss, correct predictions and samples, kept on the device.
 
     Averages of averages are wrong as soon as two processes hold different numbers of samples, so
     numerator and denominator travel together and are divided last. Nothing here waits for the
@@ -33,27 +33,25 @@ class Metrics:
         # In float32 a count stops growing at 2**24; mps has no float64.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self.counted = torch.tensor(sums or [0.0, 0.0, 0.0], dtype=dtype, device=device)
-        self.batches: list[tuple[Tensor, Tensor, Tensor]] = []  # not yet in ``counted``
+        self.batches: list[tuple[Tensor, Tensor]] = []  # not yet in ``counted``
 
-    def update(self, logits: Tensor, labels: Tensor, mean_loss: Tensor | None = None) -> None:
-        """Add a batch: logits [B, C], labels [B], and its mean loss (cross-entropy if absent)."""
-        if mean_loss is None:
-            mean_loss = F.cross_entropy(logits, labels)
-        self.batches.append((logits.detach(), labels, mean_loss.detach()))
+    def update(self, mean_loss: Tensor, correct: Tensor) -> None:
+        """Add a batch: its mean loss, and which of its samples are correct, bool [B]."""
+        self.batches.append((mean_loss.detach(), correct))
         # Counted one by one, they took more than 1 % of a step.
         if len(self.batches) == BATCHES:
             self._count()
 
     def _count(self) -> None:
-        logits, labels, losses = zip(*self.batches, strict=True)
+        losses, correct = zip(*self.batches, strict=True)
         self.batches = []
         counted = self.counted.clone()  # inference mode's tensors may not be changed outside of it
         # Sizes go as numbers, since a copy to the device would wait for it; DP's outputs may lie on
         # another one than ``counted``.
-        for loss, batch in zip(torch.stack(losses).to(counted), labels, strict=True):
+        for loss, batch in zip(torch.stack(losses).to(counted), correct, strict=True):
             counted[0].add_(loss, alpha=len(batch))
-        counted[1] += (torch.cat(logits).argmax(1) == torch.cat(labels)).sum().to(counted)
-        counted[2] += sum(map(len, labels))
+        counted[1] += torch.cat(correct).sum().to(counted)
+        counted[2] += sum(map(len, correct))
         self.counted = counted
 
     @property
@@ -63,16 +61,16 @@ class Metrics:
             self._count()
         return self.counted
 
-    def all_reduce(self) -> "Metrics":
+    def sum_over_ranks(self) -> "Metrics":
         """Return the sums over all ranks. Collective; ``self`` keeps those of this rank.
 
         Raises:
             OutOfStep: another rank called something else. The backends pair calls by their order
                 alone, and gloo notices where the sizes differ.
         """
-        sums = torch.cat([self.sums, self.counted.new_tensor([MARK])])
+        sums = torch.cat([self.sums, self.counted.new_tensor([CHECK_VALUE])])
         dist.all_reduce(sums)
-        if float(sums[-1]) != MARK * dist.get_world_size():
+        if float(sums[-1]) != CHECK_VALUE * dist.get_world_size():
             raise OutOfStep("a sum of metrics met another call")
         total = Metrics(sums.device)
         total.counted = sums[:-1]
@@ -98,6 +96,6 @@ class Metrics:
 
     @property
     def accuracy(self) -> float:
-        """Share of correct answers, 0 to 1; nan where nothing was counted."""
+        """Correct of all samples, 0 to 1; nan where nothing was counted."""
         _, correct, count = self.state()
         return correct / count if count else float("nan")

@@ -5,25 +5,30 @@ import math
 import torch
 from torch import nn
 
-WARMUP_START = 0.1  # share of the peak at the first step
-LONGEST_WARMUP = 0.3  # share of the training; a single epoch of warm-up would leave nothing of one
+WARMUP_START = 0.1  # of the peak at the first step
+LONGEST_WARMUP = 0.3  # of the training; a single epoch of warm-up would leave nothing of one
+RULES = ("capped-linear", "linear", "sqrt", "none")
+LARGEST_RATIO = 4  # of the rate to that of the reference batch, where linear scaling is capped
 
 
 def scale_lr(lr: float, rule: str, global_batch_size: int, reference: int) -> float:
     """Return the learning rate for a global batch, given the one for the reference batch.
 
     ``linear`` is the rule of Goyal et al. (https://arxiv.org/abs/1706.02677), to be used with
-    warm-up; ``sqrt`` that of Krizhevsky (https://arxiv.org/abs/1404.5997).
+    warm-up; ``sqrt`` that of Krizhevsky (https://arxiv.org/abs/1404.5997). ``capped-linear`` is
+    linear up to ``LARGEST_RATIO``: an epoch of large batches has too few steps to recover from long
+    ones.
     """
     ratio = global_batch_size / reference
-    return lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
+    factors = min(ratio, LARGEST_RATIO), ratio, math.sqrt(ratio), 1.0
+    return lr * dict(zip(RULES, factors, strict=True))[rule]
 
 
 def build_optimizer(
     model: nn.Module, lr: float, momentum: float, weight_decay: float
 ) -> torch.optim.Optimizer:
     """Build SGD, with Nesterov's momentum where there is any (which torch has only then)."""
-    return torch.optim.SGD(
+    optimizer = torch.optim.SGD(
         model.parameters(),
         lr=lr,
         momentum=momentum,
@@ -31,10 +36,17 @@ def build_optimizer(
         nesterov=momentum > 0,
         fused=all(p.device.type in ("cpu", "cuda") for p in model.parameters()),
     )
+    if momentum > 0:
+        # What the first step would make. The fused SGD fails (torch 2.15) where a parameter has its
+        # first gradient later than others: a branch of the network that was not taken before.
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
 
 
 class Schedule:
-    """Linear warm-up, then half a cosine to zero, as a function of images seen.
+    """Linear warm-up, then half a cosine to zero, as a function of samples seen.
 
     Not one of ``torch.optim.lr_scheduler``: those count steps, whose number and size change with
     the world size, and ``OneCycleLR`` refuses to go on when its ``total_steps`` changed. A pure
@@ -51,25 +63,25 @@ class Schedule:
         self,
         optimizer: torch.optim.Optimizer,
         epoch_size: int,
-        epochs: int,
+        epochs: float,
         warmup_epochs: float,
     ) -> None:
         self.optimizer = optimizer
         self.peaks = [group["lr"] for group in optimizer.param_groups]
-        self.total_images = epochs * epoch_size
-        self.warmup_images = min(warmup_epochs, LONGEST_WARMUP * epochs) * epoch_size
+        self.total_samples = epochs * epoch_size
+        self.warmup_samples = min(warmup_epochs, LONGEST_WARMUP * epochs) * epoch_size
 
-    def factor(self, images: int) -> float:
-        """Return the share of the peak, 0 to 1, for the step that starts after ``images``."""
-        if images < self.warmup_images:
-            return WARMUP_START + (1 - WARMUP_START) * images / self.warmup_images
-        left = (self.total_images - images) / (self.total_images - self.warmup_images)
+    def factor(self, samples_seen: int) -> float:
+        """Return the learning rate of the step after ``samples_seen``, as 0 to 1 of its peak."""
+        if samples_seen < self.warmup_samples:
+            return WARMUP_START + (1 - WARMUP_START) * samples_seen / self.warmup_samples
+        left = (self.total_samples - samples_seen) / (self.total_samples - self.warmup_samples)
         return 0.5 - 0.5 * math.cos(math.pi * left)
 
-    def set(self, images: int) -> None:
-        """Set the learning rates for the optimizer step that starts after ``images``."""
+    def set(self, samples_seen: int) -> None:
+        """Set the learning rates for the optimizer step that starts after ``samples_seen``."""
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
-            group["lr"] = peak * self.factor(images)
+            group["lr"] = peak * self.factor(samples_seen)
 
     @property
     def lr(self) -> float:

@@ -1,35 +1,16 @@
 """Draw digits in the form of MNIST, for machines that cannot download the real set."""
 
+import math
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-# Four ways of writing each digit. A two-figure number is a control point "xy" on a 10 x 10 grid
-# (y grows downwards), a doubled point is a sharp corner, "|" lifts the pen.
-GLYPHS = """
-0: 50 30 13 16 39 69 86 83 60 40, 71 50 20 04 17 39 69 87 84 71 50 31
-0: 40 20 12 17 39 69 97 82 60 40, 40 00 09 99 90 50
-1: 50 54 59, 50 45 59
-1: 33 51 50 50 59 59, 23 50 50 59 59 | 29 59 89
-2: 13 20 80 84 19 19 59 89, 12 20 80 84 59 09 06 47 79 98
-2: 12 30 90 83 55 19 19 28 69 98, 12 40 90 84 46 08 08 99
-3: 11 30 80 84 44 44 95 99 39 08, 10 80 80 43 43 94 99 39 08
-3: 12 30 90 84 44 35 54 95 89 39 18, 12 20 70 82 54 34 34 94 98 59 09
-4: 20 06 06 66 96 | 71 75 69, 60 06 06 66 96 | 60 65 69
-4: 10 05 25 85 83 | 90 85 79, 21 14 16 65 95 | 80 65 59
-5: 80 20 20 14 14 43 94 99 39 08, 20 14 14 43 94 99 39 08 | 20 60 90
-5: 90 30 20 14 54 96 79 29 08, 80 20 20 15 15 54 96 79 29
-6: 70 30 05 19 89 84 44 17, 50 25 08 29 89 85 55 17
-6: 81 40 03 19 69 86 64 36 27, 60 12 07 29 79 86 55 26 18
-7: 00 50 90 90 49 49, 10 80 80 39 39 | 25 45 75
-7: 02 00 00 50 90 90 55 49, 01 30 60 91 91 56 49
-8: 81 60 10 14 85 89 19 15 84 80 50, 50 10 14 84 80 40 | 54 04 09 99 94 44
-8: 71 20 03 86 89 29 17 83 81 60, 55 13 10 80 83 26 19 79 86 44
-9: 82 70 10 05 65 82 82 79 79, 82 70 10 05 75 81 81 87 69 29
-9: 71 40 10 04 25 64 81 81 66 59, 81 50 10 13 25 64 82 82 76 59
-"""
+# Four ways of writing each digit, two in a line. A two-figure number is a control point "xy" on a
+# 10 x 10 grid (y grows downwards), a doubled point is a sharp corner, "|" lifts the pen.
+GLYPHS = Path(__file__).with_name("glyphs.txt").read_text()
 
 SIDE = 28
 CHUNK = 240  # a multiple of the 40 glyphs, small enough for the work to stay in the cache
@@ -82,7 +63,7 @@ def _skeleton(glyph: str) -> list[complex]:
 @cache
 def _skeletons() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return x and y in -1..1 [POINTS, glyphs], share of wobble and digit (uint8) [glyphs]."""
-    lines = GLYPHS.strip().splitlines()
+    lines = GLYPHS.splitlines()
     named = [(int(line[0]), glyph) for line in lines for glyph in line[2:].split(",")]
     digits = torch.tensor([digit for digit, _ in named], dtype=torch.uint8)
     glyphs = [_skeleton(glyph) for _, glyph in named]
@@ -153,17 +134,14 @@ def _draw_chunk(seed: int) -> tuple[Tensor, Tensor]:
 
 def draw_digits(count: int, seed: int) -> tuple[Tensor, Tensor]:
     """Return images uint8 [count, 28, 28] and labels uint8 [count], the same for the same seed."""
-    images = torch.empty(count, SIDE, SIDE, dtype=torch.uint8)
-    labels = torch.empty(count, dtype=torch.uint8)
     threads = torch.get_num_threads()
     # One core needs two seconds for 70,000 digits; on a busy machine the barriers between so
     # many short operations would cost a second thread minutes.
     torch.set_num_threads(1)
     try:
-        for chunk, start in enumerate(range(0, count, CHUNK)):
-            drawn, named = _draw_chunk(seed * 1_000_000 + chunk)  # so no two sets share one
-            images[start : start + CHUNK] = drawn[: count - start]
-            labels[start : start + CHUNK] = named[: count - start]
+        first = seed * 1_000_000  # so that no two sets share a chunk
+        chunks = [_draw_chunk(first + i) for i in range(math.ceil(count / CHUNK))]
     finally:
         torch.set_num_threads(threads)
-    return images, labels
+    images, labels = zip(*chunks, strict=True)
+    return torch.cat(images)[:count], torch.cat(labels)[:count]

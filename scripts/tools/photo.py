@@ -1,20 +1,24 @@
-"""Image files as people have them, made into images as the data sets have them."""
+"""Image files of any kind, made into images of a data set's. Not a command of its own."""
 
+import warnings
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data import IMAGE_SIZE
-from utils.answers import NoPillow
+from utils.datasets.sources import IMAGE_SIZE
+from utils.errors import UserError
+from utils.pictures import NoPillow
 
+# What Pillow reads by itself: for EPS it would start Ghostscript, which runs what the file says.
+FORMATS = ("PNG", "JPEG", "MPO", "GIF", "BMP", "TIFF", "WEBP", "AVIF", "JPEG2000", "PPM", "ICO")
 WORKING_SIZE = 280  # pixels: larger images are shrunk first, which also smooths a photo's grain
 MIN_CONTRAST = 25  # of 255
 PAPER = 0.2  # share of the darkest ink up to which all is paper: its grain, shadows
 
 
-class InputError(Exception):
+class InputError(UserError):
     """A file that cannot be used; the message says why."""
 
     exit_status = 2
@@ -34,18 +38,33 @@ def read_image(path: Path) -> Tensor:
         from PIL import Image, ImageOps
     except ImportError as error:
         raise NoPillow("reading images") from error
+    if not path.exists():
+        raise InputError("does not exist")
+    if not path.is_file():  # a pipe would be waited for without an end
+        raise InputError("is not a file")
     try:
-        with Image.open(path) as file:
-            image = ImageOps.exif_transpose(file)
-            if image.mode[0] in "IF":  # 16 bits or more, which a conversion would cut off at 255
-                levels = torch.from_numpy(np.asarray(image).astype(np.float32))
-                return levels * (255 / levels.max().clamp(min=1))
-            if image.has_transparency_data:
-                image = image.convert("RGBA")
-                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-            grey = image.convert("L")
-    except FileNotFoundError:
-        raise InputError("does not exist") from None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what an image says of itself beside its pixels
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path) as file:
+                if file.format not in FORMATS:
+                    raise InputError(f"is {file.format}: convert it to PNG")
+                image = ImageOps.exif_transpose(file)
+        if image.mode[0] in "IF":  # 16 bits or more, which a conversion would cut off at 255
+            levels = torch.from_numpy(np.asarray(image).astype(np.float32))
+            if not levels.isfinite().all():
+                raise InputError("has pixels that are not finite numbers")
+            return levels * (255 / levels.max().clamp(min=1))
+        if image.has_transparency_data:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        grey = image.convert("L")
+    except InputError:
+        raise
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError):
+        raise InputError(
+            f"has more than {Image.MAX_IMAGE_PIXELS:,} pixels: shrink it first"
+        ) from None
     except Exception as error:  # a damaged image fails in many ways
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(f"cannot be read as an image ({reason})") from error

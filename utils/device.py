@@ -1,32 +1,25 @@
-"""The process: its device, threads, seeds and precision, and how it ends."""
+"""The hardware of a process: its device, threads, random generators and precision."""
 
-import argparse
 import contextlib
 import ctypes
 import os
 import sys
-import time
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from utils.config import UsageError
+from utils.errors import UsageError
 
-CPU_REPLICAS = 2  # the least with which DataParallel splits anything
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3), from malloc.h
 
 
-def select_devices(
-    kind: str, ids: list[int] | None = None, replicas: int | None = 1
-) -> list[torch.device]:
+def select_devices(kind: str, ids: list[int] | None = None) -> list[torch.device]:
     """Return the devices to use, in the order of ``ids``; all of that kind where it is None.
 
     Args:
         kind: ``auto``, ``cpu``, ``cuda``, ``mps`` or ``xpu``.
         ids: logical device ids, counted after ``CUDA_VISIBLE_DEVICES``.
-        replicas: how often to name the CPU, for DataParallel; None for ``CPU_REPLICAS``.
 
     Raises:
         UsageError: a device that is not there.
@@ -40,9 +33,7 @@ def select_devices(
     if kind == "cpu":
         if ids:
             raise UsageError(f"--devices {','.join(map(str, ids))}: there is no GPU here, drop it")
-        return [torch.device("cpu")] * (replicas or CPU_REPLICAS)
-    if replicas not in (None, 1):
-        raise UsageError(f"--replicas is for the CPU: choose {kind} devices with --devices")
+        return [torch.device("cpu")]
     count = torch.accelerator.device_count()
     for index in ids or ():
         if index >= count:
@@ -56,14 +47,19 @@ def select_devices(
 def setup_device(device: torch.device, threads: int | None, processes: int = 1) -> None:
     """Make ``device`` the current one and bound this process's CPU threads.
 
-    Torch would take every core in each process, and torchrun 1 (``OMP_NUM_THREADS``, which cannot
-    be told from a user's wish): the cores are shared out here instead.
+    Torch would take every core in each process, so the cores are shared out. A user's own
+    ``OMP_NUM_THREADS`` counts below ``--threads``, except under torchrun, which sets it to 1 where
+    a user has not, and does not tell.
 
     Args:
         device: as ``select_devices`` returns it.
-        threads: CPU threads, or None for an equal share.
+        threads: CPU threads, or None for ``OMP_NUM_THREADS`` or an equal share.
         processes: how many processes of this job share the machine.
     """
+    wished = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    is_number = wished.isdecimal() and len(wished) < 5  # with more of them OpenMP crashes
+    if threads is None and is_number and "TORCHELASTIC_RUN_ID" not in os.environ:
+        threads = int(wished)
     torch.set_num_threads(threads or max(1, usable_cores() // processes))
     _keep_freed_memory()
     if device.type in ("cuda", "xpu"):
@@ -103,14 +99,14 @@ def setup_seed(seed: int, deterministic: bool = False) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def seed_step(device: torch.device, seed: int, rank: int, images: int) -> None:
+def seed_step(device: torch.device, seed: int, rank: int, samples_seen: int) -> None:
     """Seed the generators for one optimizer step from where it stands in training.
 
     So ranks draw different dropout and shifts, and a resumed run draws what the undisturbed one
     would have, although no generator's state is stored.
     """
     # The CPU's generator takes 32 bits of a seed and no more.
-    value = zlib.crc32(f"{seed}/{rank}/{images}".encode())
+    value = zlib.crc32(f"{seed}/{rank}/{samples_seen}".encode())
     # ``torch.manual_seed`` would visit every backend, 25 times as long.
     torch.default_generator.manual_seed(value)
     if device.type in ("cuda", "xpu"):
@@ -118,11 +114,6 @@ def seed_step(device: torch.device, seed: int, rank: int, images: int) -> None:
             generator.manual_seed(value + index)  # DataParallel's replicas draw on each device
     elif device.type == "mps":
         torch.mps.manual_seed(value)
-
-
-def explain(error: Exception) -> Exception:
-    """Return what to tell in the place of ``error``; DDP puts its own here, which names a rank."""
-    return error
 
 
 class Precision:
@@ -136,21 +127,20 @@ class Precision:
         self.device_type = device.type
         self.dtype = dtype
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+        if (device.type, amp) == ("cpu", "fp16"):
+            print(
+                "warning: fp16 on a CPU is several times slower than float32: try --amp bf16",
+                file=sys.stderr,
+            )
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device_type, self.dtype, enabled=self.dtype is not None)
 
 
-def seconds_since_start() -> float:
-    """Return the age of this process in seconds, the interpreter's start included."""
-    with contextlib.suppress(OSError):
-        # Field 22 of proc(5)'s stat, counted from behind the command's closing bracket.
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return time.perf_counter() - _IMPORTED
-
-
-_IMPORTED = time.perf_counter()
+def synchronize(device: torch.device) -> None:
+    """Wait until ``device`` has done all that it was given; a CPU has."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def peak_memory(device: torch.device) -> int:
@@ -162,35 +152,3 @@ def peak_memory(device: torch.device) -> int:
     # Kilobytes on Linux, bytes on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def guard(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """Call ``run(args)`` and return the exit status; what a person can mend gets one line.
-
-    An exception that carries an ``exit_status`` is a message for the user; any other is a bug and
-    keeps its traceback.
-    """
-    name = Path(sys.argv[0]).name
-    try:
-        return run(args)
-    except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr)
-        return 130
-    except torch.OutOfMemoryError as error:
-        print(
-            f"{name}: error: out of device memory ({str(error).splitlines()[0]}): lower"
-            " --batch-size, or raise --grad-accum-steps to keep the global batch",
-            file=sys.stderr,
-        )
-        return 1
-    except Exception as error:
-        status = getattr(error, "exit_status", None)
-        if status is None:
-            raise
-        if getattr(error, "told_by_main", False) and os.environ.get("RANK", "0") != "0":
-            return status  # rank 0 says it
-        if status == 0:
-            print(error)
-        else:
-            print(f"{name}: error: {error}", file=sys.stderr)
-        return status

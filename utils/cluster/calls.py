@@ -1,0 +1,46 @@
+"""Calls that end in time, whatever a store or a resolver does."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+POLL_SECONDS = 0.05
+
+
+def call_within(
+    seconds: float,
+    function: Callable[..., Result],
+    *args: Any,
+    check: Callable[[], None] = lambda: None,
+) -> Result:
+    """Return ``function(*args)``, called in a thread that is left behind if it does not return.
+
+    PyTorch's stores wait without a limit for a host that is stopped, and resolvers for minutes.
+
+    Args:
+        seconds: to wait at most.
+        check: called now and then meanwhile; what it raises ends the waiting.
+
+    Raises:
+        TimeoutError: it has not returned in time.
+    """
+    future: Future[Result] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    deadline = time.monotonic() + seconds
+    threading.Thread(target=work, daemon=True).start()
+    while not future.done():
+        wait([future], POLL_SECONDS)
+        check()
+        if time.monotonic() > deadline and not future.done():
+            raise TimeoutError("no answer")
+    return future.result()

@@ -1,0 +1,199 @@
+"""What to tell when ranks do not answer any more: which ones, at which step, and why."""
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from utils.cluster.calls import POLL_SECONDS, call_within
+from utils.cluster.members import Member, shorten
+from utils.cluster.rendezvous import RendezvousError
+from utils.errors import UserError, describe, printable
+
+OF_GLOO = ("gloo/transport", "timeout caused pair closure")  # it raises bare RuntimeErrors
+UNKNOWN = (
+    "it crashed, left or stalled; its own output says more"
+    " (op.preamble.length: it called another collective, or its model took another branch)"
+)
+ROLL_SECONDS = 2.0  # in which every rank that is still there notices that one is not
+
+
+class LostRank(UserError):
+    """A collective failed because another rank is gone, or did not answer in time.
+
+    Attributes:
+        ranks: the ones concerned.
+    """
+
+    def __init__(self, message: str, ranks: list[int]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class Job:
+    """All ranks, which have met, as one of them sees them: who they are, and who is lost.
+
+    Args:
+        store: in which they met; rank 0 hosts it.
+        rank: of this process.
+        members: all ranks, in order.
+        rdzv_timeout: seconds until there has to be a process group.
+
+    Attributes:
+        ranks_sharing_cores: how many ranks run on the cores of this one, itself included.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, members: list[Member], rdzv_timeout: float
+    ) -> None:
+        self.store, self.rank, self.members = store, rank, members
+        self.rdzv_timeout = rdzv_timeout
+        self.is_explaining = False
+        # Slurm and mpirun may give each rank cores of its own.
+        places = [(member.host, member.cores) for member in members]
+        self.ranks_sharing_cores = places.count(places[rank])
+
+    def rendezvous(self) -> dist.Store:
+        """Return the store for ``init_process_group``, whose time is bounded from now on.
+
+        It does not return while the host of its store is stopped, whatever its timeout. With no
+        process group after ``rdzv_timeout`` this process ends, from a thread, with one line that
+        names who has not come this far.
+        """
+        if len(self.members) == 1:
+            return self.store
+        threading.Thread(target=self._watch, daemon=True).start()
+        # A connection is busy while somebody waits for a key: ours has to stay free for questions.
+        store = self.store.clone()  # type: ignore[attr-defined]
+        store.set_timeout(timedelta(seconds=self.rdzv_timeout))
+        return store
+
+    def _watch(self) -> None:
+        deadline, is_called = time.monotonic() + self.rdzv_timeout, False
+        while not is_called and time.monotonic() < deadline:
+            time.sleep(2 * POLL_SECONDS)
+            if dist.is_initialized() or self.is_explaining:
+                return
+            with suppress(OSError, RuntimeError):
+                left = deadline - time.monotonic()
+                is_called = call_within(left, self.store.check, ["roll_call"])
+        if dist.is_initialized() or self.is_explaining:  # meanwhile
+            return
+        error = self._explain_joining(f"after {self.rdzv_timeout:.0f} s")
+        if not self.is_explaining:
+            os.write(2, f"{Path(sys.argv[0]).name}: error: {error}\n".encode())
+            os._exit(error.exit_status)
+
+    def explain(self, error: Exception, step: int | None = None) -> Exception:
+        """Return a ``LostRank`` in the place of a backend's error, and any other error as it is.
+
+        Args:
+            error: that a collective, or the making of the process group, raised.
+            step: optimizer steps of the run until then; None before the first and after the last.
+        """
+        is_of_gloo = any(words in str(error) for words in OF_GLOO)
+        if len(self.members) == 1 or not (is_of_gloo or isinstance(error, dist.DistError)):
+            return error
+        self.is_explaining = True
+        reason = re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0]).partition(". ")[0]
+        if not dist.is_initialized():
+            return self._explain_joining(reason)
+        when = "before the first step or after the last step" if step is None else f"at step {step}"
+        steps, causes = self._call_roll(step or 0)
+        absent = self._find_absent(steps)
+        if "time" in reason.lower():
+            self._end_stalled(absent)
+        # The first to fail takes others along; what it said is the cause.
+        text = f"{self._name(absent)} {when}: {next(iter(causes.values()), UNKNOWN)}"
+        if not absent:
+            absent = [other for other in steps if steps[other] < max(steps.values())]
+            text = f"no rank, but {self._name(absent)} is behind: look at its load and --timeout"
+        return LostRank(f"rank {self.rank} lost {text} ({reason})", absent)
+
+    def _explain_joining(self, reason: str) -> UserError:
+        """Return what is wrong while there is no process group yet."""
+        steps, causes = self._call_roll(0)
+        reason = next(iter(causes.values()), reason)
+        absent = self._find_absent(steps)
+        self._end_stalled(absent)
+        if absent:
+            return LostRank(
+                f"rank {self.rank} met {self._name(absent)}, which did not come to the process"
+                f" group ({reason}): it crashed, left, stalled or still prepares its data (then"
+                " prepare it beforehand, or raise --rdzv-timeout)",
+                absent,
+            )
+        return RendezvousError(
+            f"rank {self.rank} has met all ranks, but the backend cannot connect them ({reason}):"
+            " each host must reach each other one on all ports, through the interface that"
+            " GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) names",
+            self.members,
+        )
+
+    def _call_roll(self, step: int) -> tuple[dict[int, int], dict[int, str]]:
+        """Return the step of each rank that answers, and what failed ones said before they left.
+
+        Each rank that notices a failure leaves its step in the store; who leaves none is gone or
+        stalled.
+        """
+        steps: dict[int, int] = {}
+        causes: dict[int, str] = {}
+
+        def call() -> None:
+            self.store.set("roll_call", "")
+            self.store.set(f"present/{self.rank}", str(step))
+            absent = set(range(len(self.members)))
+            deadline = time.monotonic() + ROLL_SECONDS
+            while absent and time.monotonic() < deadline:
+                for other in [rank for rank in absent if self.store.check([f"present/{rank}"])]:
+                    steps[other] = int(self.store.get(f"present/{other}")[:20])
+                    absent.remove(other)
+                time.sleep(POLL_SECONDS)
+            for other in [rank for rank in absent if self.store.check([f"failed/{rank}"])]:
+                causes[other] = printable(self.store.get(f"failed/{other}").decode())
+
+        # Where rank 0 has stalled, its store never answers, nor looks at a timeout.
+        with suppress(OSError, RuntimeError, ValueError):
+            call_within(2 * ROLL_SECONDS, call)
+        return steps, causes
+
+    def _find_absent(self, steps: dict[int, int]) -> list[int]:
+        """Return who does not answer: where nobody does, the store is gone, which is rank 0's."""
+        return [rank for rank in range(len(self.members)) if rank not in steps] if steps else [0]
+
+    def _end_stalled(self, ranks: list[int]) -> None:
+        """End those that are on this host: torchrun would wait for them half a minute."""
+        for member in [self.members[rank] for rank in ranks]:
+            with suppress(OSError):
+                program = os.readlink(f"/proc/{member.pid}/exe")
+                # Its number came over the network: nothing is ended but a Python like this one.
+                is_python = program == os.readlink("/proc/self/exe") and member.pid != os.getpid()
+                if is_python and member.host == self.members[self.rank].host:
+                    os.kill(member.pid, signal.SIGKILL)
+
+    def _name(self, ranks: list[int]) -> str:
+        return shorten([f"rank {self.members[rank]}" for rank in ranks], len(ranks)) or "none"
+
+    def publish_failure(self, error: Exception) -> None:
+        """Tell the ranks that are going to miss this one why."""
+        self.is_explaining = True
+        line = str(error) if isinstance(error, UserError) else describe(error)
+        # Who waits for the process group looks for a roll call.
+        keys = [f"failed/{self.rank}", "roll_call"]
+        with suppress(OSError, RuntimeError):  # the store went with rank 0
+            call_within(ROLL_SECONDS, self.store.multi_set, keys, [line, ""])  # type: ignore[attr-defined]
+
+    def leave(self) -> None:
+        """Wait, after a training, for rank 0, which has results to write. Collective.
+
+        Nobody else would notice that it does not come to its end, and its store ends with it.
+        """
+        dist.all_reduce(torch.zeros(1))  # on the CPU: over gloo, whose timeout is --timeout

@@ -1,0 +1,256 @@
+"""How this process was started: by which launcher, as which rank, or as the parent of the ranks."""
+
+import argparse
+import ctypes
+import os
+import re
+import signal
+import sys
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.multiprocessing as mp
+from torch.distributed.elastic.utils.distributed import get_free_port
+
+from utils.cluster import signals
+from utils.errors import UsageError
+
+DEFAULT_PORT = 29500
+PR_SET_PDEATHSIG = 1  # prctl(2)
+GRACE_SECONDS = 5.0  # for the other ranks to end by themselves when one has failed
+POLL_SECONDS = 0.1
+
+# What each launcher calls rank, world size, local rank and local world size.
+NAMES = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
+    "mpirun": tuple(
+        f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher says about this process.
+
+    Attributes:
+        launcher: ``torchrun``, ``spawn``, ``slurm``, ``mpirun``, ``environment`` (variables or
+            flags given by hand) or ``alone``.
+        rank: of this process, among ``world_size``.
+        local_rank: its number on this node, among ``local_world_size``; both None where only the
+            meeting of all ranks can tell.
+        master_addr: where rank 0 is looked for, with ``master_port``.
+        has_agent_store: whether torchrun's agent keeps a store at that address.
+    """
+
+    launcher: str
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    master_addr: str = "127.0.0.1"
+    master_port: int = DEFAULT_PORT
+    has_agent_store: bool = False
+
+    @property
+    def is_managed(self) -> bool:
+        """Whether the launcher would take a stopped rank for a crashed one."""
+        return self.launcher in ("torchrun", "slurm", "mpirun")
+
+
+def read_launch(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Launch:
+    """Return what the launcher's variables, and the flags, say.
+
+    Raises:
+        UsageError: variables that are missing or contradict each other.
+    """
+    launcher = _identify(args, environ)
+    if launcher == "alone":
+        return Launch(launcher)
+    if args.rank is not None and launcher != "environment":
+        raise UsageError(f"{launcher} numbers the processes: drop --rank and --world-size")
+    names = NAMES.get(launcher, NAMES["torchrun"])
+    rank, world_size, local_rank, local_world_size = (_number(environ, name) for name in names)
+    address, job = environ.get("MASTER_ADDR"), ""
+    if launcher == "slurm":
+        world_size = world_size or _number(environ, "SLURM_NTASKS")
+        address = address or _first_slurm_host(environ)
+        # The same for all tasks of this step, and another for a step beside it.
+        job = f"{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
+    if launcher == "mpirun":
+        job = environ.get("PMIX_NAMESPACE", "")  # its name of the job
+        if not address and world_size != local_world_size and args.init_method == "env://":
+            raise UsageError(
+                "mpirun over several hosts does not say where rank 0 is: add"
+                " -x MASTER_ADDR=<address of the first host>"
+            )
+    if args.rank is not None:
+        rank, world_size = args.rank, args.world_size
+    if rank is None or world_size is None:
+        missing, other = names[:2] if rank is None else names[1::-1]
+        raise UsageError(f"{other} is set and {missing} is not: set both, or use torchrun")
+    local_rank = args.local_rank if local_rank is None else local_rank
+    if rank >= world_size:
+        raise UsageError(
+            f"RANK={rank} is not below WORLD_SIZE={world_size}: ranks count from 0"
+            " (rank = node_rank * nproc_per_node + local_rank)"
+        )
+    if local_rank is not None and local_rank >= (local_world_size or world_size):
+        raise UsageError(
+            f"LOCAL_RANK={local_rank} is not below LOCAL_WORLD_SIZE"
+            f"={local_world_size or world_size}: it counts within a node, from 0"
+        )
+    return Launch(
+        launcher,
+        rank,
+        world_size,
+        local_rank,
+        local_world_size,
+        address or "127.0.0.1",
+        read_port(environ, job),
+        # The variable alone may be left over in a shell.
+        launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _identify(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
+    if "TORCHELASTIC_RUN_ID" in environ:
+        return "torchrun"
+    if "RANK" in environ or "WORLD_SIZE" in environ or args.rank is not None:
+        return "environment"
+    # In the batch script itself SLURM_PROCID is set too, but no step has started.
+    if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
+        return "slurm"
+    return "mpirun" if "OMPI_COMM_WORLD_RANK" in environ else "alone"
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    """Return the whole number that a variable holds, or None where it is not set."""
+    text = environ.get(name)
+    if text is not None and not re.fullmatch("[0-9]{1,9}", text):
+        raise UsageError(f"{name}={text[:20]} is not a whole number below a thousand million")
+    return None if text is None else int(text)
+
+
+def read_port(environ: Mapping[str, str], job: str = "") -> int:
+    """Return MASTER_PORT; where it is not set one that the name of the job chooses, if any."""
+    port = _number(environ, "MASTER_PORT")
+    if port is None:
+        # Below those that the kernel hands out itself.
+        return 10_000 + zlib.crc32(job.encode()) % 20_000 if job else DEFAULT_PORT
+    if not 0 < port < 65_536:
+        raise UsageError(f"MASTER_PORT={port} is not a port (1 to 65535)")
+    return port
+
+
+def _first_slurm_host(environ: Mapping[str, str]) -> str:
+    """Return the first of ``node[03-05,9],other``, which is where task 0 runs."""
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", "127.0.0.1")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes).partition(",")[0]
+
+
+def die_with_parent(launch: Launch) -> None:
+    """Ask the kernel for a signal when the launcher dies, or the rank would train on without it.
+
+    SIGTERM is a stop request, on which all ranks agree. With other nodes in the job it is SIGKILL:
+    they are to notice a failure and start again, not to stop.
+    """
+    is_one_node = launch.local_world_size == launch.world_size
+    with suppress(OSError, AttributeError):  # Linux alone has it
+        number = signal.SIGTERM if is_one_node else signal.SIGKILL
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def spawn(start: Callable[[Launch], int], args: argparse.Namespace) -> int:
+    """Start the ranks of this node as child processes, wait for them, and return the exit status.
+
+    Args:
+        start: called in each process.
+        args: ``nprocs``, ``nnodes``, ``node_rank`` and ``init_method`` say how many, and where.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise UsageError("--nprocs starts the processes itself: drop it, or drop torchrun")
+    if args.nnodes > 1 and args.init_method == "env://" and "MASTER_ADDR" not in os.environ:
+        raise UsageError(
+            "--nnodes needs the address of node 0: --init-method tcp://<address>:<port>, or"
+            " MASTER_ADDR and MASTER_PORT, the same on every node"
+        )
+    port = read_port(os.environ)
+    if "MASTER_PORT" not in os.environ and args.nnodes == 1:
+        port = get_free_port()  # now; rank 0 says so if it no longer is
+    first = Launch(
+        "spawn",
+        world_size=args.nnodes * args.nprocs,
+        local_world_size=args.nprocs,
+        master_addr=os.environ.get("MASTER_ADDR") or "127.0.0.1",
+        master_port=port,
+    )
+    children: list[Any] = []
+    try:
+        for local_rank in range(args.nprocs):
+            rank = args.node_rank * args.nprocs + local_rank
+            launch = replace(first, rank=rank, local_rank=local_rank)
+            child = mp.get_context("spawn").Process(
+                target=_child, args=(start, launch, os.getpid()), name=f"rank {rank}"
+            )
+            child.start()
+            children.append(child)
+        signals.before_interrupt(lambda: _interrupt(children))
+        return _wait_for(children)
+    finally:
+        for child in children:  # all have ended, unless an exception brought us here
+            child.kill()
+
+
+def _child(start: Callable[[Launch], int], launch: Launch, parent: int) -> None:
+    signals.install_handlers()
+    # spawn hands itself down: loader workers would import torch anew, where they are forked else.
+    mp.set_start_method(None, force=True)
+    die_with_parent(launch)
+    if os.getppid() != parent:  # it died before the kernel knew of our wish
+        sys.exit(1)
+    sys.exit(start(launch))
+
+
+def _interrupt(children: list[Any]) -> None:
+    """Pass a second Ctrl-C on, so that rank 0 can still write what became of the run."""
+    _send(children, signal.SIGINT)
+    for child in children:
+        child.join(signals.LAST_WORDS_SECONDS)
+
+
+def _send(children: list[Any], number: int) -> None:
+    for child in children:
+        with suppress(ProcessLookupError):
+            os.kill(child.pid, number)
+
+
+def _wait_for(children: list[Any]) -> int:
+    """Pass a stop signal on, end the rest when one fails, and return the exit status."""
+    status, forwarded, deadline = 0, 0, float("inf")
+    while any(child.is_alive() for child in children):
+        time.sleep(POLL_SECONDS)
+        if signals.received() and not forwarded:
+            forwarded = signals.received()
+            _send(children, forwarded)
+        # Above 128 all have agreed to stop, and rank 0 may still be saving.
+        failed = [child for child in children if child.exitcode and child.exitcode < 128]
+        if failed and not status:
+            code = failed[0].exitcode
+            status, deadline = max(code, 1), time.monotonic() + GRACE_SECONDS
+            if code < 0 and not forwarded:
+                script, name = Path(sys.argv[0]).name, signal.Signals(-code).name
+                killed = f"{failed[0].name} (pid {failed[0].pid}) was killed by {name}"
+                print(f"{script}: error: {killed}", file=sys.stderr)
+        if time.monotonic() > deadline:
+            _send(children, signal.SIGKILL)
+    codes = [child.exitcode for child in children]
+    if max(codes) > 128:  # of several signals the one on which all ranks agreed
+        return max(codes)
+    return 128 + forwarded if forwarded and any(codes) else status or max(codes)

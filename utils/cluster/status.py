@@ -1,0 +1,53 @@
+"""What became of a run, for whoever looks later: ``status.json``."""
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from utils.files import write_json
+
+
+class Status:
+    """The file ``status.json`` of a run.
+
+    Args:
+        folder: the run directory.
+        technique: ``single``, ``dp`` or ``ddp``.
+        launch_id: the launcher's own name of this job, or None.
+    """
+
+    def __init__(self, folder: Path, technique: str, launch_id: str | None) -> None:
+        self.folder, self.technique, self.launch_id = folder, technique, launch_id
+
+    def write(self, state: str, epoch: int, global_step: int, **details: Any) -> None:
+        """Replace the file: ``running``, ``stopped``, ``failed`` or ``complete``."""
+        status = {
+            "state": state,
+            **details,
+            "technique": self.technique,
+            "epoch": epoch,
+            "global_step": global_step,
+            "launch_id": self.launch_id,
+        }
+        if state != "complete":
+            status["continue"] = self.continue_command()
+        write_json(self.folder / "status.json", status)
+
+    def continue_command(self) -> str:
+        """Return the command that goes on with this run."""
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--resume", action="store_true")
+        parser.add_argument("--run-dir")
+        parser.add_argument("--init-weights")
+        _, arguments = parser.parse_known_args()  # what the continuation has not, and the rest
+        launcher = "python"
+        if self.technique == "ddp" and "TORCHELASTIC_RUN_ID" in os.environ:
+            processes = f"--nproc_per_node {os.environ.get('LOCAL_WORLD_SIZE')}"
+            nodes = os.environ.get("GROUP_WORLD_SIZE", "1")
+            where = "--standalone" if nodes == "1" else f"--nnodes {nodes} ..."
+            launcher = f"torchrun {where} {processes}"
+        arguments += ["--run-dir", str(self.folder), "--resume"]
+        return f"{launcher} {shlex.join([os.path.relpath(sys.argv[0]), *arguments])}"

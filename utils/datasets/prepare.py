@@ -1,0 +1,144 @@
+"""One file of tensors for each data set: made once, verified, and mapped by every process."""
+
+import errno
+import hashlib
+import io
+import os
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from utils.datasets.digits import draw_digits
+from utils.datasets.fetch import download
+from utils.datasets.idx import read_raw
+from utils.datasets.sources import SOURCES, TEST_SIZE, TRAIN_SIZE, DataError
+from utils.files import FileLock, Locked, Sleep, replace_file
+
+PREPARED_NAME = "prepared-v2.pt"
+LOCK_TIMEOUT = 600.0  # seconds; its holder may be downloading
+SETTLED_NS = 2 * 10**9  # the coarsest clock of a file system, FAT's
+
+
+def prepare(name: str, data_dir: str, sleep: Sleep = time.sleep) -> Path:
+    """Return the prepared file of a data set, verified; make it where there is none.
+
+    It lies beside the raw files or, where that folder cannot be written, in the user's cache. Who
+    takes the file lock makes it, the others wait.
+
+    Args:
+        name: a key of ``SOURCES``.
+        data_dir: folder in torchvision's layout.
+        sleep: waits some seconds, or raises where nothing is waited for any more.
+
+    Raises:
+        DataError: the data is missing or damaged, or no folder can be written.
+    """
+    source = SOURCES[name]
+    folder = Path(data_dir) / source.folder
+    homes: list[Path] = [folder]
+    problems: list[str] = []
+    with suppress(RuntimeError):  # a container's user without a home
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        homes.append(cache / "mnist-data-parallel" / source.folder)
+    for home in homes:
+        path = home / PREPARED_NAME
+        if _is_sound(path, name):
+            return path
+        try:
+            os.fspath(path).encode()
+            home.mkdir(parents=True, exist_ok=True)
+            # Root may write anywhere; a folder without a write bit is meant to stay as it is.
+            if not home.stat().st_mode & 0o222:
+                raise PermissionError(errno.EACCES, "read-only", str(home))
+            with FileLock(home / ".lock", LOCK_TIMEOUT, sleep):
+                if not _is_sound(path, name):
+                    if path.exists():
+                        print(f"{path} is damaged: making it anew", file=sys.stderr)
+                    _write(path, name, _make(name, folder, home / "raw", sleep))
+                    sleep(0)  # who waited for this may have been told to stop, and so may we
+            return path
+        except Locked as holder:
+            raise DataError(
+                f"waited {LOCK_TIMEOUT:.0f} s for {holder} to prepare the data: end it, or pass"
+                f" another --data-dir ({home / '.lock'})"
+            ) from None
+        except OSError as error:
+            problems.append(f"{error.filename or home} ({error.strerror or error})")
+        except UnicodeEncodeError:
+            problems.append(f"{home} (not in UTF-8, so that PyTorch cannot open it)")
+    raise DataError(f"no folder to prepare the data in: {', '.join(problems)}; pass --data-dir")
+
+
+def load_prepared(path: Path) -> dict[str, Any]:
+    """Map a prepared file into memory.
+
+    Returns:
+        ``train_images`` and ``test_images`` uint8 [N, H, W], ``train_labels`` and ``test_labels``
+        int64 [N], and ``sha256``, a checksum of these.
+    """
+    return torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+
+
+def _make(name: str, folder: Path, download_to: Path, sleep: Sleep) -> dict[str, Tensor]:
+    """Return the four tensors of a data set, from raw files or drawn."""
+    if name == "synthetic":
+        parts = [*draw_digits(TRAIN_SIZE, seed=0), *draw_digits(TEST_SIZE, seed=1)]
+    else:
+        parts = _read_or_download(name, [folder / "raw", download_to], sleep)
+    keys = ("train_images", "train_labels", "test_images", "test_labels")
+    tensors = dict(zip(keys, parts, strict=True))
+    return {k: t.long() if k.endswith("labels") else t for k, t in tensors.items()}
+
+
+def _read_or_download(name: str, folders: list[Path], sleep: Sleep) -> list[Tensor]:
+    for folder in folders:
+        with suppress(FileNotFoundError):
+            return read_raw(name, folder)
+    download(name, folders[-1], sleep)
+    return read_raw(name, folders[-1])
+
+
+def _write(path: Path, name: str, tensors: dict[str, Tensor]) -> None:
+    buffer = io.BytesIO()
+    torch.save(tensors | {"sha256": _checksum(name, tensors)}, buffer)
+    replace_file(path, buffer.getbuffer())
+
+
+def _checksum(name: str, tensors: dict[str, Tensor]) -> str:
+    """Return the SHA-256 of the tensors' bytes, forms and names, and of the data set's name."""
+    digest = hashlib.sha256(name.encode())
+    for key, tensor in tensors.items():
+        digest.update(f"{key} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().numpy().data)
+    return digest.hexdigest()
+
+
+def _is_sound(path: Path, name: str) -> bool:
+    """Tell whether a prepared file holds what was put into it, and remember that it does.
+
+    What is remembered holds for one state of one file, known by size, inode and times. The time of
+    the inode's last change cannot be set: neither a change in place under the old modification time
+    nor a copy passes for the file that was verified.
+    """
+    memory = path.with_suffix(".verified")
+    try:
+        if not path.is_file():  # a pipe would wait for its other end
+            return False
+        status = path.stat()
+        state = f"{status.st_size} {status.st_ino} {status.st_mtime_ns} {status.st_ctime_ns}\n"
+        if memory.is_file() and memory.read_text() == state:
+            return True
+        content = load_prepared(path)
+        is_sound = content.pop("sha256") == _checksum(name, content)
+    except Exception:  # not to be read, or damaged, on which torch.load fails in many ways
+        return False
+    # Of two changes within a tick of the file system's clock the second leaves no trace.
+    if is_sound and time.time_ns() - status.st_ctime_ns > SETTLED_NS:
+        with suppress(OSError):  # a folder that cannot be written: verified at each start
+            replace_file(memory, state.encode())
+    return is_sound

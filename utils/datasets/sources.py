@@ -1,0 +1,62 @@
+"""The data sets that ``--dataset`` names: where their files come from, and what those must be."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from utils.errors import UserError
+
+TRAIN_SIZE, TEST_SIZE, IMAGE_SIZE, NUM_CLASSES = 60_000, 10_000, 28, 10  # of each set below
+
+RAW_FILES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
+
+
+class DataError(UserError):
+    """A data set that is missing, damaged or of the wrong kind; the message says what to do."""
+
+    exit_status = 2
+
+
+class Source(NamedTuple):
+    """Where a data set comes from.
+
+    Mean and standard deviation are those of its training pixels, scaled to 0..1: a number, or one
+    for each channel.
+    """
+
+    folder: str
+    mean: float | tuple[float, ...]
+    std: float | tuple[float, ...]
+    mirrors: tuple[str, ...] = ()
+
+
+SOURCES = {
+    "mnist": Source(
+        "MNIST",
+        0.1307,
+        0.3081,
+        (
+            "https://ossci-datasets.s3.amazonaws.com/mnist/",
+            "https://storage.googleapis.com/cvdf-datasets/mnist/",
+        ),
+    ),
+    "fashion-mnist": Source(
+        "FashionMNIST",
+        0.2860,
+        0.3530,
+        (
+            "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+            "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+        ),
+    ),
+    "synthetic": Source("Synthetic", 0.1503, 0.3081),
+}
+
+
+# The SHA-256 of each raw file, unpacked, by its path below --data-dir: a file for `sha256sum -c`.
+_LINES = Path(__file__).with_name("SHA256SUMS").read_text().splitlines()
+CHECKSUMS = {path: checksum for checksum, path in map(str.split, _LINES)}

@@ -1,0 +1,152 @@
+"""Errors that a person can mend: one line that says what is wrong and what to do, and a status."""
+
+import errno
+import multiprocessing
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+MAX_TEXT = 2000  # characters that a line takes from elsewhere
+
+
+class UserError(Exception):
+    """An error whose message is for the user; any other exception is a bug, with its traceback.
+
+    The message is a printable line, whatever it quotes: names from files and from other processes.
+
+    Attributes:
+        exit_status: with which the process ends.
+        reported_elsewhere: whether another process of this job prints the message.
+    """
+
+    exit_status = 1
+    reported_elsewhere = False
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+class UsageError(UserError):
+    """Arguments that cannot be used together or here; the message says what to change."""
+
+    exit_status = 2
+
+
+def printable(text: str) -> str:
+    """Return a text as one line, with what would move a terminal's cursor escaped.
+
+    Of a long one the middle is left out: what to do stands at the end.
+    """
+    if len(text) > MAX_TEXT:
+        text = f"{text[: MAX_TEXT // 2]} ... {text[-MAX_TEXT // 2 :]}"
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def describe(error: BaseException) -> str:
+    """Return what an error is, and the first line of what it says, printable."""
+    return printable(": ".join([type(error).__name__, *str(error).splitlines()[:1]]))
+
+
+REPORT_SECONDS = 10.0  # for a rank to say what is wrong for all of its node: it may still import
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+
+
+def explain(error: Exception) -> Exception:
+    """Return a ``UserError`` in the place of an error of PyTorch or the system with a known cause.
+
+    Any other error is returned as it is.
+    """
+    text = (str(error).splitlines() or [""])[0]
+    if isinstance(error, torch.OutOfMemoryError):
+        return UserError(
+            f"out of device memory ({text}): lower --batch-size, or raise --grad-accum-steps to"
+            " keep the global batch"
+        )
+    if isinstance(error, OSError) and error.errno in DISK:
+        return UserError(
+            f"cannot write {error.filename or 'a file'} ({error.strerror}): make room, and"
+            " continue with --resume"
+        )
+    if isinstance(error, MemoryError) or "can't allocate memory" in text:
+        return UserError("out of memory: lower --batch-size, or raise --grad-accum-steps")
+    if "Too many open files" in text:
+        return UserError(
+            "too many open files: raise `ulimit -n` (the shell's; 1024 will do), or lower"
+            " --num-workers"
+        )
+    if isinstance(error, OSError) and error.filename:
+        return UserError(f"{error.filename2 or error.filename}: {error.strerror}")
+    # The second where it died on the way of a batch to us.
+    functions = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if text.startswith("DataLoader worker") or (
+        isinstance(error, EOFError | ConnectionError) and "_try_get_data" in functions
+    ):
+        return UserError(
+            f"a loader worker died ({text.partition('. ')[0] or type(error).__name__}): was it"
+            " killed for its memory? Lower --num-workers, and continue with --resume"
+        )
+    if text.startswith("SyncBatchNorm layers only work with GPU modules"):
+        return UsageError("--sync-bn: SyncBatchNorm works on GPUs only, drop it on a CPU")
+    if text.startswith("Expected to have finished reduction in the prior iteration"):
+        return UserError(
+            "a parameter got no gradient on this rank in the step before, and DDP waits for one of"
+            " each: use it in every forward, freeze it, or pass --find-unused-parameters"
+        )
+    if isinstance(error, IndexError) and text.startswith("Target "):
+        return UsageError(
+            f"the data has a class that the model has no logit for ({text}): it needs as many"
+            " logits as there are classes, which count from 0"
+        )
+    return error
+
+
+def guard(run: Callable[..., int], *args: object) -> int:
+    """Call ``run(*args)`` and return the exit status; a ``UserError`` gets one line on stderr."""
+    name = Path(sys.argv[0]).name
+    try:
+        return run(*args)
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 130
+    except Exception as raised:
+        error = explain(raised)
+        if not isinstance(error, UserError):
+            raise
+        if not error.reported_elsewhere:
+            if error.exit_status:
+                print(f"{name}: error: {error}", file=sys.stderr)
+            else:
+                print(error)
+        return error.exit_status
+    finally:
+        end_workers()
+
+
+def let_another_rank_report() -> None:
+    """Wait, before this rank ends with an error that another one reports.
+
+    Launchers end all ranks as soon as one has failed, and that one might not have spoken yet. When
+    it has, the launcher's SIGTERM ends the waiting.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(REPORT_SECONDS)
+
+
+def end_workers() -> None:
+    """End loader processes that an exception left behind.
+
+    They ignore stop signals, SIGTERM among them, with which multiprocessing's exit handler would
+    ask them to end; it then waits for them without a limit.
+    """
+    workers = multiprocessing.active_children()
+    if workers:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the loader's, which raises on a dead worker
+    for worker in workers:
+        with suppress(ProcessLookupError):
+            worker.kill()

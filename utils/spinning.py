@@ -1,0 +1,18 @@
+"""How long a CPU thread that waits for others spins before it sleeps: imported before torch.
+
+At the end of every operation the threads of a process wait for the last of them, and OpenMP lets
+them spin meanwhile: libgomp, which PyTorch brings along on Linux, 300,000 times, some milliseconds.
+That is the fastest where each has a core to itself. Where others use the cores, too, it keeps the
+thread that all wait for from the core that it needs: two trainings side by side then get far less
+than a half each. libgomp reads the variable when it is loaded; other OpenMP libraries ignore it.
+The processes that this one starts inherit it. A user's own setting, of either variable, counts.
+"""
+
+import os
+
+# Long enough for the threads of one operation, which end within microseconds of each other where
+# nothing disturbs them. `scripts/tools/waiting.py` measures what other values cost and gain.
+SPINS = "10000"
+
+if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
+    os.environ["GOMP_SPINCOUNT"] = SPINS

@@ -1,0 +1,83 @@
+"""How long a training takes, and how many images it processes in a second."""
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from utils.device import synchronize
+
+WARMUP_STEPS = 5  # left out of images/s: caches fill, cuDNN and DDP's buckets settle
+
+
+class Throughput:
+    """Times the steps of a training; waits for the device only where a period begins or ends.
+
+    Args:
+        device: of this process.
+        global_batch_size: samples of an optimizer step.
+        untimed_steps: how many steps to leave out at the start.
+
+    Attributes:
+        startup_seconds: from the start of the process to the end of the first step.
+        train_seconds: in epochs, without evaluation and saving.
+        epoch_start: ``time.perf_counter`` at the start of the epoch.
+    """
+
+    def __init__(
+        self, device: torch.device, global_batch_size: int, untimed_steps: int = WARMUP_STEPS
+    ) -> None:
+        self.device = device
+        self.global_batch_size = global_batch_size
+        self.untimed_steps = untimed_steps
+        self.startup_seconds: float | None = None
+        self.train_seconds = self.epoch_start = self._timed_seconds = 0.0
+        self._steps = self._timed_steps = 0
+        self._since: tuple[float, int] | None = None  # time and step at which the clock started
+
+    def start_epoch(self) -> None:
+        """Start the clock, unless the first steps of the run are still to come."""
+        self.epoch_start = time.perf_counter()
+        is_warm = self._steps >= self.untimed_steps
+        self._since = (self.epoch_start, self._steps) if is_warm else None
+
+    def step(self, steps: int) -> None:
+        """Note that this process has now made so many optimizer steps."""
+        if steps == self._steps:
+            return
+        self._steps = steps
+        if self.startup_seconds is None:
+            synchronize(self.device)
+            self.startup_seconds = seconds_since_start()
+        if self._since is None and steps >= self.untimed_steps:
+            synchronize(self.device)
+            self._since = (time.perf_counter(), steps)
+
+    def end_epoch(self) -> None:
+        """Stop the clock."""
+        synchronize(self.device)
+        now = time.perf_counter()
+        self.train_seconds += now - self.epoch_start
+        if self._since is not None:
+            self._timed_seconds += now - self._since[0]
+            self._timed_steps += self._steps - self._since[1]
+
+    def images_per_second(self) -> float | None:
+        """Return the speed over all devices since the warm-up steps, or None before their end."""
+        if not self._timed_steps:
+            return None
+        return self._timed_steps * self.global_batch_size / self._timed_seconds
+
+
+def seconds_since_start() -> float:
+    """Return the age of this process in seconds, the interpreter's start included."""
+    with contextlib.suppress(OSError):
+        # Field 22 of proc(5)'s stat, counted from behind the command's closing bracket.
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.perf_counter() - _IMPORTED
+
+
+_IMPORTED = time.perf_counter()
