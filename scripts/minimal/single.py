@@ -1,0 +1,77 @@
+"""Train MNIST on one device: the first of three short scripts to copy.
+
+    python scripts/minimal/single.py
+    python scripts/minimal/single.py --dataset synthetic --epochs 2
+
+PyTorch, and two imports that you replace by your own data and model. What DataParallel and
+DistributedDataParallel add is the diff to dp.py and ddp.py, which lie beside it.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader
+
+# The folder of data.py and models.py; not needed where yours lie beside your script.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from data import SOURCES, load_tensors
+from models import build_model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train MNIST.")
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--batch-size", type=int, default=96, help="of each device")
+    parser.add_argument("--dataset", default="mnist", choices=SOURCES)
+    parser.add_argument("--data-dir", default="data")
+    args = parser.parse_args()
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+
+    train_set, test_set = load_tensors(args.dataset, args.data_dir)
+    global_batch_size = args.batch_size
+    train_loader = DataLoader(train_set, global_batch_size, shuffle=True, drop_last=True)
+    test_loader = DataLoader(test_set, 500)
+
+    # Two names for one model: dp.py and ddp.py train a wrapped one; all evaluate and save this.
+    raw_model = build_model("convnet").to(device)
+    model = raw_model
+    # Linear scaling: a larger batch makes fewer steps, which have to be longer; one-cycle begins
+    # with short ones, because a large rate is harmful while the weights are still random.
+    lr = 0.1 * global_batch_size / 96
+    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
+    scheduler = OneCycleLR(optimizer, lr, total_steps=args.epochs * len(train_loader))
+
+    for epoch in range(args.epochs):
+        model.train()
+        for images, labels in train_loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(images.to(device)), labels.to(device))
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+
+        raw_model.eval()
+        sums = torch.zeros(3, dtype=torch.float64, device=device)  # of loss, correct and count
+        with torch.no_grad():
+            for images, labels in test_loader:
+                logits, labels = raw_model(images.to(device)), labels.to(device)
+                sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+                sums[1] += (logits.argmax(dim=1) == labels).sum()
+                sums[2] += len(labels)
+        # Divided last: the last batch is shorter, and a mean of means would be wrong.
+        loss, correct, count = sums.tolist()
+        print(f"epoch {epoch + 1}: loss {loss / count:.4f}, {correct / count:.2%} of {count:.0f}")
+        # Written aside, then moved: whoever reads it, or is killed here, leaves a whole file.
+        torch.save(raw_model.state_dict(), "model.pt.tmp")
+        os.replace("model.pt.tmp", "model.pt")
+
+
+if __name__ == "__main__":
+    main()
