@@ -20,9 +20,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # the project's modules, for
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # in the ranks: a retry is no lesson
 # Ranks are forks of a server that imported torch once, so that they start in milliseconds.
 context = multiprocessing.get_context("forkserver")
-# A rank imports its lesson and so this module: both lines hold in every process.
-faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)
-torch.set_num_threads(1)
+# A rank imports its lesson and so this module: this holds in every process of a lesson, and in none
+# that only borrows a function.
+if Path(sys.argv[0]).resolve().parent == Path(__file__).resolve().parent or (
+    multiprocessing.parent_process() is not None
+):
+    faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)
+    torch.set_num_threads(1)
 
 
 @dataclass

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from _lesson import conclude, run_ranks
 from torch import nn
 
-from utils.runtime import usable_cores
+from utils.device import usable_cores
 
 WORLD_SIZE, SECONDS, BATCH_SIZE = 2, 1.5, 16
 

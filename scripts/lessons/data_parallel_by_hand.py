@@ -1,6 +1,8 @@
 """nn.DataParallel in its four steps, by hand: what each costs, and where the gradients meet.
 
 python scripts/lessons/data_parallel_by_hand.py
+
+On the loss inside forward: Lightning-AI/pytorch-lightning#249 and huggingface/trl#7018.
 """
 
 import copy
@@ -20,6 +22,17 @@ from utils.data_parallel import CPUDataParallel  # DataParallel's forward, on th
 REPLICAS = 2
 ROUNDS = 10
 STEPS = ("scatter the batch", "replicate the model", "parallel apply", "gather", "backward")
+
+
+class WithLoss(nn.Module):
+    """A model that computes its loss itself, as many do to spare the first device the work."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor, labels: Tensor, reduction: str) -> Tensor:
+        return F.cross_entropy(self.model(images), labels, reduction=reduction)
 
 
 def gradients(model: nn.Module) -> Tensor:
@@ -82,6 +95,14 @@ def main() -> int:
         for n, k in ((10, 4), (3, 4))
     }
     print(f"batch 10 on 4 replicas is split {sizes[10, 4]}, batch 3 {sizes[3, 4]}")
+
+    images, labels = images[:10], labels[:10]
+    loss = F.cross_entropy(single(images), labels)
+    with_loss = CPUDataParallel(WithLoss(model), 4)
+    shares = with_loss(images, labels, "mean")  # a scalar from each replica
+    summed_loss = with_loss(images, labels, "sum").sum() / len(images)
+    print(f"the loss of these 10 is {loss:.4f}; computed in forward, it is gathered as")
+    print(f"  {[round(share, 4) for share in shares.tolist()]}, whose mean is {shares.mean():.4f}")
     return conclude(
         {
             "the four steps give the logits of DataParallel's own forward": same_logits,
@@ -92,6 +113,11 @@ def main() -> int:
             "batch: nothing is averaged": torch.allclose(gradients(model), summed, atol=1e-12),
             "two forwards copied the model twice": replicate.call_count == 2,
             "a batch smaller than the devices leaves some without work": len(sizes[3, 4]) == 3,
+            "a loss computed in forward comes back as a vector, one for each replica": shares.shape
+            == (4,),
+            "its mean gives the last sample the weight of three": abs((shares.mean() - loss).item())
+            > 1e-3,
+            "sums, divided by the whole batch, are right": torch.allclose(summed_loss, loss),
         }
     )
 

@@ -1,0 +1,91 @@
+"""Break it: what a model notes in its forward is lost with DataParallel's replicas.
+
+python scripts/lessons/break_forward_state.py
+
+The warning stands in the documentation of torch.nn.DataParallel.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from _lesson import conclude, run_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from utils.data_parallel import CPUDataParallel  # DataParallel's forward, on threads
+
+BATCH, STEPS = 4, 3
+
+
+class Noting(nn.Module):
+    """A layer that counts its calls and the samples that it has seen, in all usual ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+        self.calls = 0
+        self.last: Tensor | None = None
+        self.in_place: Tensor
+        self.assigned: Tensor
+        self.register_buffer("in_place", torch.zeros(()))
+        self.register_buffer("assigned", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        self.last = inputs
+        self.in_place += len(inputs)
+        self.assigned = self.assigned + len(inputs)
+        seen = torch.ones(len(inputs), 1)  # one for each sample, to be added up by the caller
+        return torch.cat((self.linear(inputs), seen), dim=1)
+
+
+def train(model: nn.Module, raw_model: Noting, inputs: Tensor) -> dict[str, Any]:
+    """Make some forwards; return what ``raw_model`` knows of them afterwards."""
+    returned = sum(int(model(inputs)[:, 1].sum()) for _ in range(STEPS))
+    return {
+        "self.calls += 1": raw_model.calls,
+        "self.last = inputs": None if raw_model.last is None else len(raw_model.last),
+        "self.buffer += n": int(raw_model.in_place),
+        "self.buffer = self.buffer + n": int(raw_model.assigned),
+        "returned, added up outside": returned,
+    }
+
+
+def on_rank(rank: int, world_size: int) -> dict[str, Any]:
+    raw_model = Noting()
+    model = DistributedDataParallel(raw_model)
+    return train(model, raw_model, torch.ones(BATCH // world_size, 2))
+
+
+def main() -> int:
+    inputs = torch.ones(BATCH, 2)
+    plain, wrapped = Noting(), Noting()
+    single = train(plain, plain, inputs)
+    dp = train(CPUDataParallel(wrapped, 2), wrapped, inputs)
+    ddp = [outcome.value for outcome in run_ranks(on_rank, 2)]
+    print(f"after {STEPS} forwards of {BATCH} samples: one device, DP on 2, rank 0 and 1 of DDP")
+    for way, value in single.items():
+        cells = (value, dp[way], *(rank[way] for rank in ddp))
+        print(f"  {way:32}" + "".join(f"{cell!s:>6}" for cell in cells))
+    calls, last, in_place, assigned, returned = dp.values()
+    total = BATCH * STEPS
+    return conclude(
+        {
+            "an attribute set in forward belongs to a replica, and vanishes with it": calls == 0
+            and last is None,
+            "so does a buffer that is replaced": assigned == 0,
+            "one that is changed in place keeps what the first replica saw, half of it": in_place
+            == total // 2,
+            "what forward returns is gathered from all": returned == total,
+            "DDP has no replicas: each process keeps what it noted, of its own share": all(
+                rank["self.calls += 1"] == STEPS
+                and rank["returned, added up outside"] == total // 2
+                for rank in ddp
+            ),
+        }
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

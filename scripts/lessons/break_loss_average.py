@@ -1,0 +1,94 @@
+"""Break it: a mean of means, where ranks or micro-batches hold unequal numbers of tokens.
+
+python scripts/lessons/break_loss_average.py
+
+Asked in huggingface/transformers#34242, pytorch/torchtitan#2206 and modelscope/ms-swift#10165.
+"""
+
+import sys
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from _lesson import conclude, run_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+Batch = tuple[Tensor, Tensor]
+TOKENS = ((9, 1), (3, 3))  # that count, in the micro-batches of each rank: 16 in all
+TOTAL = sum(map(sum, TOKENS))
+CASES = (
+    "mean of each micro-batch / micro-batches",
+    "sum / tokens of this rank",
+    "sum / tokens of all ranks",
+    "sum / tokens of all ranks * world size",
+)
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(4, 3).double()
+
+
+def batches(rank: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(rank)
+    inputs = [torch.randn(n, 4, generator=generator).double() for n in TOKENS[rank]]
+    return [(x, torch.randint(3, (len(x),), generator=generator)) for x in inputs]
+
+
+def gradient(model: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def work(rank: int, world_size: int) -> dict[str, Tensor]:
+    """Return the gradient that an optimizer would get, for each way to divide the loss."""
+    mine, found = batches(rank), {}
+    tokens = torch.tensor(sum(TOKENS[rank]))
+    dist.all_reduce(tokens)  # known before the first backward: one small collective a step
+    for case in CASES:
+        divisor = {
+            CASES[1]: sum(TOKENS[rank]),
+            CASES[2]: int(tokens),
+            CASES[3]: int(tokens) / world_size,  # DDP divides the sum of the ranks by world_size
+        }
+        model = DistributedDataParallel(build())
+        for i, (inputs, labels) in enumerate(mine):
+            with nullcontext() if i == len(mine) - 1 else model.no_sync():
+                if case == CASES[0]:
+                    loss = F.cross_entropy(model(inputs), labels) / len(mine)
+                else:
+                    total = F.cross_entropy(model(inputs), labels, reduction="sum")
+                    loss = total / divisor[case]
+                loss.backward()
+        found[case] = gradient(model)
+    return found
+
+
+def main() -> int:
+    print(f"tokens in the micro-batches: rank 0 {TOKENS[0]}, rank 1 {TOKENS[1]}, in all {TOTAL}")
+    single = build()
+    inputs, labels = map(torch.cat, zip(*batches(0), *batches(1), strict=True))
+    F.cross_entropy(single(inputs), labels).backward()
+    right = gradient(single)
+    off = {}
+    for case, found in run_ranks(work, 2)[0].value.items():
+        off[case] = float((found - right).norm() / right.norm())
+        print(f"  {case:42}{off[case]:6.3f} off the gradient of all tokens at once")
+    return conclude(
+        {
+            "a mean of means gives one token the weight of nine": off[CASES[0]] > 0.1,
+            "dividing by the tokens of the own rank mends the micro-batches, not the ranks": 0.01
+            < off[CASES[1]]
+            < off[CASES[0]],
+            "by those of all ranks, the gradient is too small by the world size": abs(
+                off[CASES[2]] - 0.5
+            )
+            < 1e-9,
+            "times the world size it is the gradient of one device": off[CASES[3]] < 1e-12,
+        }
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

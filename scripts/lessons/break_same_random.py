@@ -1,0 +1,65 @@
+"""Break it: one seed on all ranks, and all draw the same augmentation and the same dropout.
+
+python scripts/lessons/break_same_random.py
+
+Asked in facebookresearch/detr#297 and huggingface/transformers#37932.
+"""
+
+import sys
+
+import torch
+from _lesson import Outcome, conclude, run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+
+WORLD_SIZE, BATCH = 2, 4
+Draws = tuple[list[int], list[int], list[int], float]
+
+
+def work(rank: int, world_size: int, case: str) -> Draws:
+    """Return this rank's images, their shifts, its dropout mask, and its first weight."""
+    torch.manual_seed(0 if case == "one seed" else rank)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5)))
+    # The order does not come from this seed: the sampler has a generator of its own.
+    sampler: DistributedSampler = DistributedSampler(range(8), world_size, rank)  # type: ignore[arg-type]
+    if case == "one seed, until the model is built":
+        torch.manual_seed(1000 + rank)
+    shifts = torch.randint(-3, 4, (BATCH,))  # in pixels: a random augmentation
+    kept = (model(torch.ones(1, 2)) != 0).int()
+    return list(sampler), shifts.tolist(), kept[0].tolist(), model.module[0].weight[0, 0].item()
+
+
+def show(case: str) -> list[Draws]:
+    outcomes: list[Outcome] = run_ranks(work, WORLD_SIZE, case)
+    print(f"{case}:")
+    for outcome in outcomes:
+        images, shifts, kept, weight = outcome.value
+        drawn = f"shifted by {shifts}, dropout keeps {kept}"
+        print(f"  rank {outcome.rank}: images {images} {drawn}, weight {weight:.4f}")
+    return [outcome.value for outcome in outcomes]
+
+
+def main() -> int:
+    same = show("one seed")
+    own = show("seed + rank")
+    later = show("one seed, until the model is built")
+    return conclude(
+        {
+            "with one seed the ranks draw the same shifts and drop the same units, for other "
+            "images: a global batch has half the variety": same[0][1:] == same[1][1:],
+            "with seed + rank each draws its own": own[0][1] != own[1][1]
+            and own[0][2] != own[1][2],
+            "so it does if it is seeded again after the model is built": later[0][1] != later[1][1]
+            and later[0][2] != later[1][2],
+            "the weights are those of rank 0 all the same": own[0][3] == own[1][3] == same[0][3],
+            "and so is the order, of which each has another share": all(
+                sorted(ranks[0][0] + ranks[1][0]) == list(range(8)) and ranks[0][0] == same[0][0]
+                for ranks in (same, own, later)
+            ),
+        }
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Break it: two forwards of a DDP model before the backward, as a GAN or a siamese network does.
+
+python scripts/lessons/break_two_forwards.py
+
+Asked in pytorch/pytorch#22095 and pytorch/pytorch#62474.
+"""
+
+import inspect
+import sys
+from typing import Any
+
+import torch
+from _lesson import Outcome, conclude, run_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+# Its name since torch 2.13; before, broadcast_buffers.
+NAMES = inspect.signature(DistributedDataParallel).parameters
+FLAG = "forward_sync_buffers" if "forward_sync_buffers" in NAMES else "broadcast_buffers"
+# Whether this version hides the broadcast from autograd, as 2.13 does.
+HIDDEN = "preserve_version_counter" in inspect.getsource(DistributedDataParallel._sync_buffers)
+
+
+class Scaled(nn.Module):
+    """A layer whose backward needs a buffer, as that of a normalisation may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("scale", torch.full((2,), 2.0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.linear(inputs) * self.scale
+
+
+def work(rank: int, world_size: int, case: str) -> tuple[float, float]:
+    """Return this rank's gradient, and that of one device with the samples of all (both summed)."""
+    torch.manual_seed(0)
+    first, second = torch.rand(2, world_size, 4, 3)
+    single = Scaled()
+    loss = single(first).sum() + single(second).square().sum()
+    (loss / world_size).backward()  # DDP's, too, is the mean of the ranks' losses
+    options: Any = {FLAG: case == "DDP"}
+    model = DistributedDataParallel(Scaled(), **options)
+    model.module.load_state_dict(single.state_dict())
+    if case == "one forward of both":
+        one, two = model(torch.cat((first[rank], second[rank]))).chunk(2)
+    else:
+        one = model(first[rank])
+        if case == "two backwards, each after its forward":
+            one.sum().backward()
+        if case == "a broadcast in between":
+            with torch.no_grad():  # what DDP itself calls at the beginning of a forward
+                model._sync_module_buffers(authoritative_rank=0)
+        two = model(second[rank])
+    if case == "two backwards":
+        one.sum().backward()
+    if case.startswith("two backwards"):
+        two.square().sum().backward()
+    else:
+        (one.sum() + two.square().sum()).backward()
+    layers = (model.module.linear, single.linear)
+    return tuple(round(float(layer.weight.grad.sum()), 3) for layer in layers)  # type: ignore[return-value, union-attr]
+
+
+def show(case: str) -> list[Outcome]:
+    outcomes = run_ranks(work, 2, case)
+    print(f"{case}:")
+    for outcome in outcomes:
+        said = outcome.error or "gradient {:.3f}, of one device {:.3f}".format(*outcome.value)
+        print(f"  rank {outcome.rank}: {said[:140]}")
+    return outcomes
+
+
+def right(outcomes: list[Outcome]) -> bool:
+    return all(o.value is not None and o.value[0] == o.value[1] for o in outcomes)
+
+
+def main() -> int:
+    print(f"torch {torch.__version__}")
+    between, own = show("a broadcast in between"), show("DDP")
+    without, joined = show(f"{FLAG}=False"), show("one forward of both")
+    twice, in_turn = show("two backwards"), show("two backwards, each after its forward")
+    said = "modified by an inplace operation"
+    return conclude(
+        {
+            "a broadcast into a buffer that a backward still needs makes that backward fail": all(
+                said in outcome.error for outcome in between
+            ),
+            "DDP does so before every forward, which failed until it hid that from autograd (this "
+            f"version {'does' if HIDDEN else 'does not'})": right(own)
+            if HIDDEN
+            else said in own[0].error,
+            "without the broadcast two forwards are right": right(without),
+            "so is one forward of both batches": right(joined),
+            "two forwards, then two backwards: only the first is averaged, without an error": all(
+                o.value[0] != o.value[1] for o in twice
+            )
+            and twice[0].value[0] != twice[1].value[0],
+            "each backward right after its forward is averaged": right(in_turn),
+        }
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
