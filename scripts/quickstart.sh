@@ -27,10 +27,10 @@ for ((i = 0; i < ${#flags[@]}; i++)); do
 done
 if [[ -z ${dataset_given:-} ]]; then
     say "Looking for MNIST in $data_dir, or downloading it..."
-    if ! why=$("$PYTHON" scripts/prepare_data.py mnist --data-dir "$data_dir" 2>&1); then
+    if ! why=$("$PYTHON" scripts/tools/prepare_data.py mnist --data-dir "$data_dir" 2>&1); then
         say "${why#*error: }" "Going on with drawn digits (--dataset synthetic) instead."
         flags+=(--dataset synthetic)
-        "$PYTHON" scripts/prepare_data.py synthetic --data-dir "$data_dir"
+        "$PYTHON" scripts/tools/prepare_data.py synthetic --data-dir "$data_dir"
     fi
 fi
 
@@ -49,6 +49,8 @@ else
 fi
 run_dir=runs/quickstart-$(date +%Y%m%d-%H%M%S)
 say "Training for one epoch each on $where, always 96 images a step."
+# What this shell and its programs use of the CPU: the rest is other programs'.
+read -ra usage < <("$PYTHON" scripts/tools/compare.py --usage-of $$)
 
 say "" "1. One device: python train_single.py"
 "$PYTHON" train_single.py --run-dir "$run_dir/single" --batch-size 96 "${single[@]}" "${flags[@]}"
@@ -60,7 +62,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node 2 \
     train_ddp.py --run-dir "$run_dir/ddp" --batch-size 48 "${ddp[@]}" "${flags[@]}"
 
-"$PYTHON" scripts/compare.py "$run_dir"/{single,dp,ddp}
+"$PYTHON" scripts/tools/compare.py "$run_dir"/{single,dp,ddp} --usage-of $$ --since "${usage[@]}"
 [[ $PYTHON != "$VENV/bin/python" ]] || say "" "Once in each shell:  source $VENV/bin/activate"
 cat <<END
 

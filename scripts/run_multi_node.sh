@@ -24,6 +24,9 @@ Settings, as environment variables, the same on every machine unless it says oth
     SCRIPT          what to start (train_ddp.py)
     TORCHRUN        the launcher (torchrun, or that of .venv)
 
+CPU threads: the cores are shared out among the processes, or --threads for each. OMP_NUM_THREADS
+does not count here: torchrun sets it to 1 where it is not set, and does not tell.
+
 --dry-run prints the command and the rank table, and starts nothing.
 TEXT
 }

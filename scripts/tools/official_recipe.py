@@ -1,7 +1,7 @@
 """Time the recipe of PyTorch's own MNIST example against train_single.py, both to 99 %.
 
-    python scripts/official_recipe.py
-    python scripts/official_recipe.py --full --rounds 1
+    python scripts/tools/official_recipe.py
+    python scripts/tools/official_recipe.py --full --rounds 1
 
 The recipe of https://github.com/pytorch/examples/tree/main/mnist: batches of 64 images that are
 decoded and normalised one by one, Adadelta with a learning rate of 1 that falls by 0.7 each epoch,
@@ -19,7 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +30,12 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 import data
 import models
-from utils import config, runtime
-from utils.run_dir import write_json
+from utils import config
+from utils.datasets.sources import TRAIN_SIZE
+from utils.device import select_devices
+from utils.errors import guard
+from utils.files import write_json
+from utils.throughput import seconds_since_start
 
 GOAL = 0.99
 AIM = 35  # times as long as train_single.py
@@ -76,7 +80,7 @@ class Recipe:
     """The example's training, with its defaults on this machine."""
 
     def __init__(self, name: str, data_dir: str) -> None:
-        self.device = runtime.select_devices("auto")[0]
+        self.device = select_devices("auto")[0]
         torch.manual_seed(1)
         self.train_set, self.test_set = (
             PerSample(part, name) for part in data.load_dataset(name, data_dir)
@@ -141,8 +145,8 @@ def time_recipe(args: argparse.Namespace) -> dict[str, Any]:
             accuracy, _ = recipe.test()
             recipe.schedule.step()
             epoch += 1
-        return {"seconds": runtime.seconds_since_start(), "epochs": epoch, "accuracy": accuracy}
-    startup = runtime.seconds_since_start()
+        return {"seconds": seconds_since_start(), "epochs": epoch, "accuracy": accuracy}
+    startup = seconds_since_start()
     step = recipe.train(WARMUP_STEPS + args.steps)
     _, test_batch = recipe.test(2)
     steps = -(-len(recipe.train_set) // BATCH_SIZE)
@@ -167,7 +171,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all values there")
     parser.add_argument("--recipe", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if (WARMUP_STEPS + args.steps) * BATCH_SIZE > data.TRAIN_SIZE:
+    if (WARMUP_STEPS + args.steps) * BATCH_SIZE > TRAIN_SIZE:
         parser.error(f"--steps {args.steps} are more than an epoch: use --full")
     return args
 
@@ -225,7 +229,7 @@ def run(args: argparse.Namespace) -> int:
 def main() -> int:
     args = parse_args()
     trial.raise_on_sigterm()
-    return runtime.guard(run, args)
+    return guard(run, args)
 
 
 if __name__ == "__main__":

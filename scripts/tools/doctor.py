@@ -1,8 +1,8 @@
 """Examine a machine, or all that a job is going to use, before a training does.
 
-    python scripts/doctor.py
-    torchrun --standalone --nproc_per_node 2 scripts/doctor.py
-    srun python scripts/doctor.py --json
+    python scripts/tools/doctor.py
+    torchrun --standalone --nproc_per_node 2 scripts/tools/doctor.py
+    srun python scripts/tools/doctor.py --json
 
 Start it with the launcher, the settings and the flags of the training. Rank 0 prints a table of
 checks, each with what was found and how to mend it; the exit status is 1 if one failed.
@@ -14,38 +14,44 @@ import os
 import platform
 import socket
 import statistics
-import subprocess
 import sys
 import threading
 import time
 import zlib
 from contextlib import suppress
+from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
+from collectives import largest, time_all_reduce
+from host import (
+    FAILURE,
+    OK,
+    WARNING,
+    Facts,
+    Finding,
+    check_gpus,
+    check_limits,
+    facts_of_device,
+    facts_of_driver,
+    facts_of_host,
+    judge,
+)
 
 import data
-from utils import config, distributed, rendezvous, runtime, signals
+from utils import config, distributed
+from utils.cluster import members, signals
+from utils.cluster.launch import Job, launch
+from utils.datasets.prepare import PREPARED_NAME
+from utils.device import select_devices, setup_device, usable_cores
 
-OTHERS_MIB = 100  # of memory in use on a GPU that are worth a warning
 SLOW_FACTOR = 1.5  # times the median
 SIZES = (4, 2**10, 2**20, 2**24)  # bytes to all-reduce
-OK, WARNING, FAILURE = "ok", "warning", "failure"
-Facts = list[dict[str, Any]]  # of all ranks, in their order
-
-
-class Finding(NamedTuple):
-    """A row of the table."""
-
-    check: str
-    state: str
-    found: str
-    fix: str = ""
 
 
 def versions() -> dict[str, str]:
@@ -67,7 +73,7 @@ def address_of(name: str) -> str:
 
 def describe_data(name: str, data_dir: str) -> dict[str, Any]:
     """Return a checksum of the data, and what tells one disk from another; or nothing."""
-    path = Path(data_dir) / data.SOURCES[name].folder / data.PREPARED_NAME
+    path = Path(data_dir) / data.SOURCES[name].folder / PREPARED_NAME
     if not path.exists():
         return {}
     checksum = 0
@@ -81,31 +87,15 @@ def describe_data(name: str, data_dir: str) -> dict[str, Any]:
 def facts_of_this_rank(args: argparse.Namespace) -> dict[str, Any]:
     kept = ("GLOO_", "NCCL_", "TORCH_", "LOCAL_WORLD_SIZE")
     return {
-        "host": rendezvous.host_identity(),
+        "host": members.host_identity(),
         "name": socket.gethostname(),
         "address": address_of(socket.gethostname()),
         "versions": versions(),
         "variables": {k: v for k, v in os.environ.items() if k.startswith(kept)},
         "data": describe_data(args.dataset, args.data_dir),
-        "cores": runtime.usable_cores(),
+        "cores": usable_cores(),
+        **facts_of_host(),
     }
-
-
-def memory_in_use() -> dict[str, int]:
-    """Return the MiB in use on each GPU by its uuid; asked before this job takes any."""
-    query = ["nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"]
-    with suppress(OSError, subprocess.SubprocessError, ValueError):
-        lines = subprocess.check_output(query, text=True, timeout=10).splitlines()
-        return {uuid.strip(): int(used) for uuid, used in (line.split(",") for line in lines)}
-    return {}
-
-
-def facts_of_device(device: torch.device, in_use: dict[str, int]) -> dict[str, Any]:
-    if device.type != "cuda":
-        return {"device": device.type}
-    properties = torch.cuda.get_device_properties(device)
-    uuid = f"GPU-{properties.uuid}"
-    return {"device": f"{device} {properties.name}", "uuid": uuid, "used": in_use.get(uuid, 0)}
 
 
 def seconds_of_work(device: torch.device) -> float:
@@ -123,7 +113,7 @@ def seconds_of_work(device: torch.device) -> float:
 def check_all_reduce(device: torch.device, world_size: int) -> list[Finding]:
     """Check sums, latency and bandwidth, over the size of the message. Collective."""
     told, wrong = [], []
-    for size, (seconds, is_right) in distributed.time_all_reduce(SIZES, device).items():
+    for size, (seconds, is_right) in time_all_reduce(SIZES, device).items():
         # A ring moves 2(n-1)/n of the message over each link.
         rate = size * 2 * (world_size - 1) / world_size / seconds / 1e6
         told.append(f"{size:,} B {seconds * 1e3:.2f} ms {rate:,.1f} MB/s")
@@ -180,8 +170,7 @@ def examine(facts: Facts, args: argparse.Namespace, backend: str) -> list[Findin
     rows = []
 
     def row(check: str, problems: list[str], found: str, fix: str, state: str = WARNING) -> None:
-        text = "; ".join(sorted(set(problems)))
-        rows.append(Finding(check, state, text, fix) if text else Finding(check, OK, found))
+        rows.append(judge(check, problems, found, fix, state))
 
     row("rendezvous", [], ", ".join(f"{len(g)} processes on {name}" for name, g in groups), "")
     problems = [
@@ -205,21 +194,7 @@ def examine(facts: Facts, args: argparse.Namespace, backend: str) -> list[Findin
     chosen = {f"{f['interface'] or 'where the hostname leads'} on {f['name']}" for f in facts}
     row("interface", [], f"{backend}: {', '.join(sorted(chosen))}", "")
 
-    uuids = [fact.get("uuid", str(rank)) for rank, fact in enumerate(facts)]
-    problems = [
-        f"rank {rank} shares {facts[rank]['device']}"
-        for rank, uuid in enumerate(uuids)
-        if uuids.count(uuid) > 1
-    ]
-    found = ", ".join(sorted({fact["device"] for fact in facts}))
-    state = FAILURE if backend == "nccl" else WARNING
-    row("devices", problems, found, "start one process for each GPU", state)
-    problems = [
-        f"{fact['used']} MiB of {fact['device']} on {fact['name']} in use by other programs"
-        for fact in facts
-        if fact.get("used", 0) > OTHERS_MIB
-    ]
-    row("GPU memory", problems, "free", "see nvidia-smi, or choose others with --devices")
+    rows += check_gpus(facts, backend) + check_limits(facts)
 
     where, sums = f"{args.dataset} in {args.data_dir}", {f["data"].get("sum") for f in facts}
     files = {fact["data"].get("file") for fact in facts}
@@ -250,26 +225,26 @@ def examine(facts: Facts, args: argparse.Namespace, backend: str) -> list[Findin
     return rows
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, job: Job) -> int:
     """Examine, report from rank 0, and return the exit status."""
     out = reserve_stdout() if args.json else None
-    own, in_use = facts_of_this_rank(args), memory_in_use()
-    try:
-        device, rank, world_size, backend = distributed.setup_process_group(
-            args.backend,
-            args.device,
-            args.devices,
-            args.threads,
-            init_method=args.init_method,
-            rdzv_timeout=args.rdzv_timeout,
-            timeout=args.timeout,
-            must_agree=config.shared(args),
-        )
-    except rendezvous.RendezvousError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            report([Finding("rendezvous", FAILURE, str(error))], out)
-        return 1
-    own |= facts_of_device(device, in_use)
+    own, driver = facts_of_this_rank(args), facts_of_driver()
+    rank, local_rank, world_size = (
+        int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    )
+    devices = select_devices(args.device, args.devices)
+    device = devices[local_rank % len(devices)]
+    setup_device(device, args.threads, job.ranks_sharing_cores)
+    backend = distributed.choose_backend(args.backend, device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
+        store=job.rendezvous(),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=args.timeout),
+        device_id=device if backend == "nccl" else None,
+    )
+    own |= facts_of_device(device, devices, driver)
     own |= {"threads": torch.get_num_threads(), "interface": os.environ.get("GLOO_SOCKET_IFNAME")}
     own["work"] = seconds_of_work(device)
     facts: Facts = [{}] * world_size
@@ -280,7 +255,7 @@ def run(args: argparse.Namespace) -> int:
     rows = [*examine(facts, args, backend), *reduced] if rank == 0 else []
     if rank == 0:
         report(rows, out)
-    return distributed.largest(int(any(row.state == FAILURE for row in [*rows, *reduced])))
+    return largest(int(any(row.state == FAILURE for row in [*rows, *reduced])))
 
 
 def reserve_stdout() -> TextIO:
@@ -306,7 +281,7 @@ def main() -> int:
     # The flags of the training, but less patience: what comes later on the line wins.
     args = config.parse_args("ddp", __doc__, ["--rdzv-timeout=30", "--timeout=30", *flags])
     args.json = "--json" in sys.argv
-    return distributed.launch(run, args)
+    return launch(run, args)
 
 
 if __name__ == "__main__":

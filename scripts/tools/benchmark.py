@@ -1,9 +1,9 @@
 """Measure one device, DP and DDP on this machine: which is faster, and by how much?
 
-    python scripts/benchmark.py
-    python scripts/benchmark.py --quick
-    python scripts/benchmark.py --models convnet,resnet18 --counts 2,4 -- --amp bf16
-    python scripts/benchmark.py --compare before/benchmark.json after/benchmark.json
+    python scripts/tools/benchmark.py
+    python scripts/tools/benchmark.py --quick
+    python scripts/tools/benchmark.py --models convnet,resnet18 --counts 2,4 -- --amp bf16
+    python scripts/tools/benchmark.py --compare before/benchmark.json after/benchmark.json
 
 Starts the training scripts themselves, in turns, and reads what they measured. Equal between the
 techniques: the global batch (strong scaling) or the batch of a device (weak scaling), all CPU
@@ -17,20 +17,24 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import report
 import trial
+from settings import Setting, Table, command, plan
 
 import data
 import models
-from utils import config, runtime
-from utils.logger import WARMUP_STEPS
-from utils.run_dir import write_json
+from utils import config
+from utils.datasets.sources import TRAIN_SIZE
+from utils.device import select_devices, usable_cores
+from utils.errors import UsageError, guard
+from utils.files import write_json
+from utils.throughput import WARMUP_STEPS
 
 CPU_COUNTS = (2, 4, 8)  # by default, as far as they divide the threads
 LEAST_STEPS = 20  # timed
@@ -42,38 +46,6 @@ QUICK: dict[str, Any] = {
     "global_batch_sizes": [256],
     "batch_sizes": [],
 }
-
-
-class Setting(NamedTuple):
-    """What is run.
-
-    Attributes:
-        threads: CPU threads of all processes together.
-        batch_size: of one device.
-    """
-
-    technique: str
-    model: str
-    devices: int
-    threads: int
-    batch_size: int
-
-    @property
-    def processes(self) -> int:
-        return self.devices if self.technique == "ddp" else 1
-
-    def __str__(self) -> str:
-        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
-        return f"{self.technique} {self.model} {self.devices} x {self.batch_size}, {threads}"
-
-
-class Table(NamedTuple):
-    """A comparison: its first setting is the one device that ratios are counted from."""
-
-    scaling: str
-    model: str
-    batch_size: int
-    settings: list[Setting]
 
 
 @dataclass
@@ -143,11 +115,11 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 def choose_devices(args: argparse.Namespace) -> str | None:
     """Fill in kind and numbers of devices, and threads; return what cannot be had, or None."""
     try:
-        devices = runtime.select_devices(args.device)
-    except config.UsageError as error:
+        devices = select_devices(args.device)
+    except UsageError as error:
         return str(error)
     args.device, available = devices[0].type, len(devices)
-    cores = args.threads or runtime.usable_cores()
+    cores = args.threads or usable_cores()
     sizes = args.global_batch_sizes
     if args.device == "cpu":
         args.threads = args.threads or max(2, cores - cores % 2)
@@ -171,52 +143,9 @@ def choose_devices(args: argparse.Namespace) -> str | None:
     if not args.counts or not args.models or not sizes + args.batch_sizes:
         return "nothing to measure: name models, counts and batch sizes"
     largest = max([*sizes, *(max(args.counts) * n for n in args.batch_sizes)])
-    if data.TRAIN_SIZE // largest <= WARMUP_STEPS:
+    if TRAIN_SIZE // largest <= WARMUP_STEPS:
         return f"a global batch of {largest} leaves an epoch of too few steps to be timed"
     return None
-
-
-def plan(args: argparse.Namespace) -> list[Table]:
-    """Return the comparisons to make."""
-    tables = []
-    for model in args.models:
-        sizes = [("strong", size) for size in args.global_batch_sizes]
-        for scaling, size in [*sizes, *(("weak", size) for size in args.batch_sizes)]:
-            settings = [Setting("single", model, 1, args.threads, size)]
-            if args.device == "cpu" and args.threads > 1:
-                # What a device of this kind does alone: efficiency is counted from it.
-                settings.append(Setting("single", model, 1, 1, size))
-            for count in args.counts:
-                each = size // count if scaling == "strong" else size
-                settings += [Setting(t, model, count, args.threads, each) for t in ("dp", "ddp")]
-            tables.append(Table(scaling, model, size, settings))
-    return tables
-
-
-def command(setting: Setting, args: argparse.Namespace, steps: int, *more: str) -> list[Any]:
-    """Return the training command of a setting."""
-    global_batch_size = setting.devices * setting.batch_size
-    flags: dict[str, Any] = {
-        "--dataset": args.dataset,
-        "--data-dir": args.data_dir,
-        "--model": setting.model,
-        "--batch-size": setting.batch_size,
-        "--max-steps": steps,
-        "--epochs": -(-steps // (data.TRAIN_SIZE // global_batch_size)),
-        "--lr-scaling": "none",  # large batches must not diverge; the time of a step is the same
-        "--threads": setting.threads // setting.processes,
-        "--num-workers": args.num_workers // setting.processes,
-        "--device": args.device,
-    }
-    if args.device != "cpu":
-        flags["--devices"] = ",".join(map(str, range(setting.devices)))
-    elif setting.technique == "dp":
-        flags["--replicas"] = setting.devices
-    if setting.technique == "ddp":
-        flags["--nprocs"] = setting.devices
-    own = [str(word) for item in flags.items() for word in item]
-    script = trial.ROOT / f"train_{setting.technique}.py"
-    return [sys.executable, script, *args.flags, *own, *more]
 
 
 class Benchmark:
@@ -346,7 +275,7 @@ def measure(args: argparse.Namespace) -> int:
         "version": 1,
         "begin": begin,
         "complete": not interrupted,
-        "command": shlex.join(["python", "scripts/benchmark.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "scripts/tools/benchmark.py", *sys.argv[1:]]),
         "dataset": args.dataset,
         "device": args.device,
         "rounds": args.rounds,
@@ -370,7 +299,7 @@ def measure(args: argparse.Namespace) -> int:
 def main() -> int:
     args = parse_args(sys.argv[1:])
     trial.raise_on_sigterm()
-    return runtime.guard(report.compare if args.compare else measure, args)
+    return guard(report.compare if args.compare else measure, args)
 
 
 if __name__ == "__main__":

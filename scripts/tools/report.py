@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from utils.config import UsageError
+from utils.errors import UsageError
 
 Results = dict[str, Any]
 Rows = list[dict[str, Any]]

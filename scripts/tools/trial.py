@@ -11,21 +11,27 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+from phases import TraceError, analyse
 
 import data
-from utils import runtime
+from utils.datasets.prepare import PREPARED_NAME
+from utils.datasets.sources import RAW_FILES
+from utils.device import usable_cores
+from utils.errors import UserError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 GRACE_SECONDS = 10.0  # to end by itself when asked to
 QUIET = ("--no-tensorboard", "--no-progress")
 # Left in a shell, they would make every training take itself for a rank of another job.
@@ -33,7 +39,7 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER
 Item = TypeVar("Item")
 
 
-class TrialError(Exception):
+class TrialError(UserError):
     """A command failed or took too long; the message is one line."""
 
 
@@ -42,7 +48,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         summary: its ``summary.json``.
-        shares: of the profiled steps, from ``profile.json``; empty without ``--profile``.
+        shares: of the profiled steps, from its trace; empty without ``--profile``.
         seconds: from the start of the command to its end.
         first_step: from the start of the command (the launcher, where there is one) to the end of
             the first optimizer step.
@@ -132,14 +138,36 @@ def train(
             # of its figures have that start, and the file was written at the second of them.
             since_first_step = summary["total_seconds"] - summary["startup_seconds"]
             first_step = path.stat().st_mtime - begin_clock - since_first_step
-        return Outcome(summary, read_shares(path.with_name("profile.json")), seconds, first_step)
+        return Outcome(summary, read_shares(path.parent), seconds, first_step)
 
 
-def read_shares(path: Path) -> dict[str, float]:
+def train_at_once(commands: Sequence[Sequence[Any]], limit: float) -> list[Outcome]:
+    """Run several trainings at the same time; where one fails, or on Ctrl-C, all are stopped.
+
+    Raises:
+        TrialError: as ``train``.
+    """
+    over = threading.Event()
+
+    def watch(pid: int) -> None:
+        if over.is_set():
+            raise TrialError("stopped, since another one failed")
+
+    with ThreadPoolExecutor(len(commands)) as pool:
+        futures = [pool.submit(train, command, limit, watch) for command in commands]
+        try:
+            ended, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in ended:
+                future.result()  # raises what failed first
+        finally:
+            over.set()
+    return [future.result() for future in futures]
+
+
+def read_shares(run_dir: Path) -> dict[str, float]:
     """Return the shares of a profiled step, 0 to 1 each; nothing where there was no profile."""
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        shares = json.loads(path.read_text())["shares"]
-        return {str(name): float(share) for name, share in shares.items()}
+    with suppress(TraceError):
+        return analyse(run_dir)["shares"]
     return {}
 
 
@@ -166,7 +194,7 @@ def choose_dataset(asked: str | None, data_dir: str) -> tuple[str, str]:
     """
     name, remark = asked or "mnist", ""
     folder = Path(data_dir) / data.SOURCES[name].folder
-    there = [folder / data.PREPARED_NAME, *folder.glob(f"raw/{data.RAW_FILES[0]}*")]
+    there = [folder / PREPARED_NAME, *folder.glob(f"raw/{RAW_FILES[0]}*")]
     if asked is None and not any(path.is_file() for path in there):
         name, remark = "synthetic", f"No MNIST in {data_dir}: measuring with drawn digits."
     data.prepare(name, data_dir)
@@ -177,7 +205,7 @@ def describe_machine() -> dict[str, Any]:
     """Return what a figure depends on: hardware, versions and settings."""
     facts: dict[str, Any] = {
         "cpu": platform.processor() or platform.machine(),
-        "cores": runtime.usable_cores(),
+        "cores": usable_cores(),
         "gpus": [],
         "system": platform.platform(terse=True),
         "python": platform.python_version(),

@@ -1,7 +1,7 @@
 """Measure the ratios that this project holds itself to: what its convenience and DDP cost.
 
-    python scripts/ratios.py
-    python scripts/ratios.py --only engine,start-ddp --rounds 9
+    python scripts/tools/ratios.py
+    python scripts/tools/ratios.py --only engine,start-ddp --rounds 9
 
 All on the CPU, with convnet and the threads that each line names. The commands take turns, once a
 round; a ratio is the median of those of the rounds. The machine should have two cores and nothing
@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import utils.spinning  # noqa: F401  the bare loop's threads wait as those of the scripts do
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +27,13 @@ import trial
 
 import data
 import models
-from utils import config, optim, runtime
-from utils.logger import WARMUP_STEPS
-from utils.run_dir import write_json
+from utils import config, optim
+from utils.datasets.prepare import PREPARED_NAME
+from utils.datasets.sources import TRAIN_SIZE
+from utils.device import setup_device, setup_seed
+from utils.errors import guard
+from utils.files import write_json
+from utils.throughput import WARMUP_STEPS
 
 LABEL_SMOOTHING = 0.05  # the default of the scripts
 SAMPLE_SECONDS = 0.5  # between looks at the memory of a rank, each of which holds it up
@@ -61,6 +67,10 @@ FIGURES = {
         "DDP, 2 x 1 thread : one process, 1 x 2 threads; global batch 512",
         *("speed ddp2 1 512", "speed single 2 512", 0.9),
     ),
+    "ddp-limit": Figure(
+        "DDP, 2 x 1 thread : two processes that share nothing, 1 x 1 thread; 512 images in all",
+        *("speed ddp2 1 512", "speed apart 1 512", 0.9),
+    ),
     "ddp-alone": Figure(
         "DDP, world of one, 1 x 2 threads : one process, 1 x 2 threads; batch 512",
         *("speed ddp1 2 512", "speed single 2 512", 0.95, 1.05),
@@ -88,11 +98,11 @@ def bare_loop(args: argparse.Namespace) -> float:
     """Return images/s of forward, backward and step over tensors that are ready, nothing else."""
     threads, batch_size, steps = args.bare
     # The threads and the allocator of the scripts: what is left is the work around the model.
-    runtime.setup_device(torch.device("cpu"), threads)
-    runtime.setup_seed(0)
+    setup_device(torch.device("cpu"), threads)
+    setup_seed(0)
     train_set, _ = data.load_dataset(args.dataset, args.data_dir)
     chosen = train_set[: batch_size * steps]
-    images, labels = data.Preparation(torch.device("cpu"), args.dataset)(*chosen)
+    images, labels = data.Transform(torch.device("cpu"), args.dataset)(*chosen)
     model = models.build_model("convnet").train()
     optimizer = optim.build_optimizer(model, 0.1, 0.9, 5e-4)
     begin = 0.0
@@ -129,15 +139,17 @@ class Rounds:
             return float(trial.run([sys.executable, __file__, *bare, *self.where], limit))
         scripts: dict[str, list[Any]] = {
             "single": ["train_single.py"],
+            "apart": ["train_single.py"],  # twice, at the same time
             "dp": ["train_dp.py", "--replicas", 2],
             "ddp1": ["train_ddp.py", "--nprocs", 1],
             "ddp2": ["train_ddp.py", "--nprocs", 2],
         }
-        devices = 2 if technique in ("dp", "ddp2") else 1
+        devices = 2 if technique in ("apart", "dp", "ddp2") else 1
         size = ["--batch-size", global_batch_size // devices, "--max-steps", steps]
         command = self.command([], scripts[technique], *size, "--threads", threads)
-        outcome = trial.train(command, limit)
-        return outcome.summary["train_images_per_second"]
+        commands = [command] * (2 if technique == "apart" else 1)
+        outcomes = trial.train_at_once(commands, limit)
+        return sum(outcome.summary["train_images_per_second"] for outcome in outcomes)
 
     def start(self, what: str) -> float:
         if what == "import":
@@ -195,7 +207,7 @@ class MemorySampler:
         def private(parts: list[Any]) -> int:
             return sum(part.private_clean + part.private_dirty for part in parts)
 
-        own = [part for part in maps if Path(part.path).name == data.PREPARED_NAME]
+        own = [part for part in maps if Path(part.path).name == PREPARED_NAME]
         if own:
             sample = {"private": private(maps), "data_private": private(own)}
             self.samples.append(sample | {"data_resident": sum(part.rss for part in own)})
@@ -225,7 +237,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all values there")
     parser.add_argument("--bare", nargs=3, type=config.SIZE, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.images > data.TRAIN_SIZE - 512 * WARMUP_STEPS:
+    if args.images > TRAIN_SIZE - 512 * WARMUP_STEPS:
         parser.error(f"--images {args.images} and the warm-up are more than an epoch")
     return args
 
@@ -290,7 +302,7 @@ def run(args: argparse.Namespace) -> int:
 def main() -> int:
     args = parse_args()
     trial.raise_on_sigterm()
-    return runtime.guard(run, args)
+    return guard(run, args)
 
 
 if __name__ == "__main__":

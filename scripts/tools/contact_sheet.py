@@ -1,17 +1,19 @@
 """Draw a sheet of the synthetic digits, ten of each, as an SVG.
 
-python scripts/contact_sheet.py docs/synthetic_digits.svg
+python scripts/tools/contact_sheet.py docs/synthetic_digits.svg
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from utils.digits import draw_digits
+from utils.datasets.digits import draw_digits
+from utils.errors import UsageError, guard
+from utils.files import replace_file
 
 ROWS, SIDE, GAP = 5, 28, 2
 LEVELS = (48, 112, 176)  # laid over each other: three greys are enough to judge the shapes
@@ -39,13 +41,19 @@ def sheet() -> str:
     )
 
 
+def run(output: Path) -> int:
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(output, sheet().encode())
+    except OSError as error:
+        raise UsageError(f"cannot write {output}: {error.strerror}") from error
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("output", type=Path)
-    output = parser.parse_args().output
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(sheet())
-    return 0
+    return guard(run, parser.parse_args().output)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Predict the step time of DP and DDP on up to 4,096 devices, from a model of links and compute.
 
-    python scripts/scaling.py                                  # measures compute and link here
-    python scripts/scaling.py --check                          # and how far off the model is, here
-    python scripts/scaling.py --link infiniband400 --compute 120 --parameters 25.6e6
-    python scripts/scaling.py --chart scaling.svg
+    python scripts/tools/scaling.py               # measures compute and link here
+    python scripts/tools/scaling.py --check       # and how far off the model is, here
+    python scripts/tools/scaling.py --link infiniband400 --compute 120 --parameters 25.6e6
+    python scripts/tools/scaling.py --chart scaling.svg
 
 The model is in alpha_beta.py, with what it leaves out.
 """
@@ -19,7 +19,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from alpha_beta import (
@@ -33,11 +33,13 @@ from alpha_beta import (
     shared_cores_seconds,
     tree_seconds,
 )
+from collectives import largest, time_all_reduce
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import models
-from utils import config, distributed, optim, runtime
+from utils import config, optim
+from utils.device import setup_device, usable_cores
 
 DEVICES = [2**i for i in range(13)]
 MOST_IN_ONE_PROCESS = 16  # GPUs of one machine, the most that DP can use (HGX-2)
@@ -69,7 +71,7 @@ def time_steps(
         batches: a batch may come several times; each is timed for about ``seconds``.
         sync: whether the gradients are averaged; if not, the ranks only compute side by side.
     """
-    runtime.setup_device(CPU, 1)
+    setup_device(CPU, 1)
     network = DistributedDataParallel(models.build_model(model), gradient_as_bucket_view=True)
     optimizer = optim.build_optimizer(network, 1e-3, 0.9, 0.0)
     best: dict[int, float] = {}
@@ -85,19 +87,19 @@ def time_steps(
             optimizer.zero_grad()
             times.append(time.perf_counter() - begin)
             if len(times) == 3:  # the first two settle; all ranks have to make as many
-                steps = distributed.largest(2 + min(50, max(3, int(seconds / times[-1]))))
+                steps = largest(2 + min(50, max(3, int(seconds / times[-1]))))
         best[batch] = min(best.get(batch, math.inf), statistics.median(times[2:]))
     return best
 
 
 def time_link(rank: int, world_size: int) -> list[float]:
     """Return the seconds of an all-reduce of each of ``MESSAGES``. Collective."""
-    return [seconds for seconds, _ in distributed.time_all_reduce(MESSAGES, CPU, 20).values()]
+    return [seconds for seconds, _ in time_all_reduce(MESSAGES, CPU, 20).values()]
 
 
 def on_ranks(work: Any, world_size: int, *args: Any) -> Any:
     """Call ``work(rank, world_size, *args)`` in as many processes; return what rank 0 returned."""
-    sys.path.insert(0, str(Path(__file__).resolve().parent / "lessons"))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lessons"))
     from _lesson import run_ranks
 
     faulthandler.cancel_dump_traceback_later()  # a lesson's time limit: each rank has its own
@@ -127,7 +129,7 @@ def measure_work(model: str, batch: int, parameters: int) -> Work:
 
 def check(args: Namespace, work: Work, link: Link) -> list[dict[str, float]]:
     """Time real runs at 1, 2, 4 and 8 processes, and print what the model says of them."""
-    cores = runtime.usable_cores()
+    cores = usable_cores()
     print(
         f"\nreal DDP on {cores} cores, {args.batch_size} images and one thread for each process."
         "\nAssumed: processes share the cores evenly, and nothing overlaps once all are taken."
@@ -226,10 +228,10 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     parser.add_argument("--batch-size", type=config.SIZE, default=config.DEFAULT_BATCH_SIZE)
     parser.add_argument("--global-batch", type=config.SIZE, default=4096, help="strong scaling's")
     parser.add_argument("--link", choices=list(LINKS), help="instead of measuring one")
-    parser.add_argument("--latency", type=config.SHARE, help="of a message, microseconds")
+    parser.add_argument("--latency", type=config.NON_NEGATIVE, help="of a message, microseconds")
     parser.add_argument("--bandwidth", type=config.POSITIVE, help="in each direction, GB/s")
     parser.add_argument("--compute", type=config.POSITIVE, help="of one device's step, ms")
-    parser.add_argument("--fixed", type=config.SHARE, help="part of it at any batch, ms")
+    parser.add_argument("--fixed", type=config.NON_NEGATIVE, help="part of it at any batch, ms")
     parser.add_argument("--parameters", type=config.number(float, least=1))
     parser.add_argument("--tree", action="store_true", help="all-reduce over a tree, not a ring")
     parser.add_argument("--check", action="store_true", help="compare with real runs here")

@@ -1,0 +1,35 @@
+"""Get a data set and prepare it, so that training starts at once.
+
+    python scripts/tools/prepare_data.py mnist --data-dir data
+
+Training does the same by itself; this is for a machine that will have no network later.
+"""
+
+import argparse
+import io
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from utils.datasets.prepare import prepare
+from utils.datasets.sources import SOURCES
+from utils.errors import guard
+
+
+def run(args: argparse.Namespace) -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # not every terminal can show every name
+    print(prepare(args.dataset, args.data_dir))
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("dataset", choices=list(SOURCES))
+    parser.add_argument("--data-dir", default="data")
+    return guard(run, parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
