@@ -1,8 +1,12 @@
 # What has to hold before a change is shared; scripts/test.sh and CI run it in an environment of
-# their own. PYTEST_FLAGS=--all adds the slow tests.
+# their own. PYTEST_FLAGS=--all adds the slow tests. `make test-fast` is for the loop of an edit:
+# only what starts no process, in seconds.
 PYTHON ?= python3
+# Three at once for two cores: many tests wait for a while. A file stays together, for what its
+# tests share.
+WORKERS ?= 3
 
-.PHONY: check lint types test
+.PHONY: check lint types test test-fast
 check: lint types test
 
 lint:
@@ -14,4 +18,7 @@ types:
 	$(PYTHON) -m mypy
 
 test:
-	$(PYTHON) -m pytest $(PYTEST_FLAGS)
+	$(PYTHON) -m pytest --numprocesses $(WORKERS) --dist loadfile $(PYTEST_FLAGS)
+
+test-fast:
+	$(PYTHON) -m pytest --fast $(PYTEST_FLAGS)

@@ -1,12 +1,16 @@
-"""train_ddp.py, of which one rank goes wrong at a step: FAULT=how, FAULT_RANK, FAULT_STEP.
+"""train_ddp.py, of which one rank goes wrong: FAULT=how, FAULT_RANK, FAULT_STEP.
 
 FAULT=stall FAULT_RANK=1 FAULT_STEP=3 torchrun ... tests/faulty.py --max-steps 9
+
+FAULT_STEP is a step, or ``data`` (before the data is loaded), ``group`` (before the process group
+is made) or ``results`` (before they are written). FAULT_FLAG is a file that is made at that moment.
 """
 
 import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -15,52 +19,82 @@ import torch
 import data
 import models
 import train_ddp
-from utils.signals import StopRequest
+from utils import logger
+from utils.cluster.signals import StopRequest
 
 poll, calls = StopRequest.poll, 0
+
+
+def is_faulty() -> bool:
+    """Tell whether this is the rank; asked once the ranks have met, and the launch has said so."""
+    return os.environ["RANK"] == os.environ["FAULT_RANK"]
+
+
+def go_wrong(when: str) -> None:
+    if not is_faulty() or when != os.environ["FAULT_STEP"]:
+        return
+    how = os.environ["FAULT"]
+    if "FAULT_FLAG" in os.environ:
+        Path(os.environ["FAULT_FLAG"]).touch()
+    if how == "raise":
+        raise ArithmeticError("wrong on purpose")
+    if how == "leave":
+        os._exit(0)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "stall":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "collective":
+        torch.distributed.all_reduce(torch.zeros(3, dtype=torch.int64))
+    if how == "nan":
+        torch.nn.functional.cross_entropy = lambda *a, **k: torch.tensor(float("nan"))
 
 
 def fault(self: StopRequest) -> bool:
     global calls
     calls += 1
-    if os.environ["RANK"] == os.environ["FAULT_RANK"] and calls == int(os.environ["FAULT_STEP"]):
-        how = os.environ["FAULT"]
-        if how == "raise":
-            raise ArithmeticError("wrong on purpose")
-        if how == "leave":
-            os._exit(0)
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "stall":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if how == "collective":
-            torch.distributed.all_reduce(torch.zeros(3, dtype=torch.int64))
-        if how == "nan":
-            torch.nn.functional.cross_entropy = lambda *a, **k: torch.tensor(float("nan"))
+    go_wrong(str(calls))
     return poll(self)
 
 
+def join(*args: Any, **kwargs: Any) -> None:
+    go_wrong("group")
+    init_process_group(*args, **kwargs)
+
+
+def summarise(model: torch.nn.Module) -> str:
+    go_wrong("results")
+    return weights_sha256(model)
+
+
 StopRequest.poll = fault  # type: ignore[method-assign]
+init_process_group, torch.distributed.init_process_group = (
+    torch.distributed.init_process_group,
+    join,
+)
+weights_sha256, logger.weights_sha256 = logger.weights_sha256, summarise
 
 build_model, load_dataset = models.build_model, data.load_dataset
 
 
 def build_other(name: str) -> torch.nn.Module:
     model = build_model(name)
+    if not is_faulty():
+        return model
     if os.environ["FAULT"] == "frozen":
         next(model.parameters()).requires_grad = False
     return model.double() if os.environ["FAULT"] == "dtype" else model
 
 
-def load_other(name: str, folder: str) -> tuple[data.ImageSet, data.ImageSet]:
-    train, test = load_dataset(name, folder)
-    if os.environ["FAULT"] == "batches":
+def load_other(*args: Any) -> tuple[data.ImageSet, data.ImageSet]:
+    go_wrong("data")
+    train, test = load_dataset(*args)
+    if is_faulty() and os.environ["FAULT"] == "batches":
         train = data.ImageSet(train.images[:-500], train.labels[:-500])
     return train, test
 
 
-if os.environ["FAULT_RANK"] == os.environ.get("RANK"):
-    models.build_model, data.load_dataset = build_other, load_other
+models.build_model, data.load_dataset = build_other, load_other
 
 if __name__ == "__main__":
     sys.exit(train_ddp.main())

@@ -1,15 +1,17 @@
-"""Kill random ranks at random moments, resume, and compare with an undisturbed run.
+"""Kill ranks and loader workers at random moments, resume, and compare with an undisturbed run.
 
-    python tests/soak.py --rounds 50
+    python tests/soak.py --rounds 100 --forked
     python tests/soak.py --rounds 10 --restarts 1     torchrun --standalone --max_restarts
     python tests/soak.py --rounds 10 --restarts 2     two static nodes
     python tests/soak.py --elastic                    a node joins, is killed, joins again
 
 Not part of the test run. Each run is killed (-9) some times on the way, goes on, and has to end in
-the weights and the metrics of a run that nobody touched.
+the weights, the metrics and the summary of a run that nobody touched. Half of the kills come
+anywhere, half in the second after the last save, while the evaluation is still owed.
 """
 
 import argparse
+import json
 import os
 import random
 import shlex
@@ -19,65 +21,170 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import data
-from tests.processes import finish, run, script, start
-from tests.test_launch import free_port
+from tests import processes, short
+from tests.processes import finish, free_port, run, script, start, summary
 from tests.test_scripts import command, final_state
-from tests.test_stop import marked, ranks
+from tests.test_stop import marked, ranks, status
 
-LAYOUTS = [("single", 1), ("ddp", 2), ("ddp", 3), ("ddp", 4)]
-HARD: list[Any] = ["--model", "basic", "--max-steps", 30, "--save-every-steps", 4, "--seed", 5]
+LAYOUTS = [("single", 1), ("ddp", 3), ("dp", 2), ("ddp", 5), ("ddp", 2)]
+MAX_STEPS, SAVE_EVERY = 32, 4  # the last step is one that is saved
+HARD: list[Any] = ["--max-steps", MAX_STEPS, "--save-every-steps", SAVE_EVERY, "--seed", 5]
 HARD += ["--batch-size", 16, "--grad-accum-steps", 2, "--num-workers", 1, "--no-tensorboard"]
+HARD += ["--keep", MAX_STEPS]  # what was saved can be seen by the names
+KILLS_OF_A_RUN = 3
+TEST_IMAGES = 2000
+END_SECONDS = 90  # for a run, one of whose processes was killed, to end: five ranks on two cores
+# In summary.json, what differs between two runs that trained the same.
+MEASURED = {"startup_seconds", "train_seconds", "total_seconds", "train_images_per_second"}
+MEASURED |= {"peak_memory_bytes", "resumed_from"}
 
 
 def arguments(
     technique: str, processes: int, folder: Path, data_dir: Path, *more: Any
 ) -> list[Any]:
+    # Dropout and several buckets; with dropout DataParallel does not repeat itself.
+    model = ["--model", "convnet" if technique == "dp" else "basic"]
     buckets = ["--bucket-cap-mb", 0.25] if technique == "ddp" else []
     where = ["--dataset", "synthetic", "--data-dir", data_dir, "--run-dir", folder]
-    return command(technique, processes, *where, *HARD, *buckets, *more)
+    return command(technique, processes, *where, *HARD, *model, *buckets, *more)
+
+
+def loader_workers() -> list[int]:
+    """Return the pids of the children of ranks."""
+    parents = set(ranks().values())
+    found = []
+    for pid in marked():
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            continue
+        # The second field after the command's closing bracket, see proc(5).
+        if int(stat.rpartition(")")[2].split()[1]) in parents:
+            found.append(pid)
+    return found
+
+
+def refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def whole_state(folder: Path) -> dict[str, Any]:
+    """Return what a complete run left behind, without what was measured.
+
+    Raises:
+        ValueError: NaN, or anything else that is not JSON.
+    """
+    texts = (
+        (folder / "summary.json").read_text(),
+        *(folder / "metrics.jsonl").read_text().split("\n"),
+    )
+    for text in filter(None, texts):
+        json.loads(text, parse_constant=refuse_constant)
+    weights, rows = final_state(folder)
+    facts = {key: value for key, value in summary(folder).items() if key not in MEASURED}
+    told = {key: status(folder)[key] for key in ("state", "epoch", "global_step")}
+    return {"weights": weights, "metrics": rows, "summary": facts, "status": told}
+
+
+def find_difference(folder: Path, expected: dict[str, Any]) -> str:
+    """Return in what a run differs from the undisturbed one, or nothing."""
+    try:
+        state = whole_state(folder)
+    except (OSError, ValueError) as error:
+        return f"NOT COMPLETE: {error}"
+    for name, value in expected.items():
+        if state[name] != value:
+            return f"OTHER {name}: {state[name]}, undisturbed {value}"
+    return ""
+
+
+def wait_for_moment(folder: Path, at_end: bool, seconds: float, process: Any) -> None:
+    """Wait until a random moment of the run, or one in the second after its last save."""
+    before_last = folder / "checkpoints" / f"step-{MAX_STEPS - SAVE_EVERY:08d}.pt"
+    if not at_end or before_last.exists():  # already there: anywhere in the evaluation
+        time.sleep(seconds)
+        return
+    deadline = time.monotonic() + 300
+    # It gets this name when the checkpoint of the last step takes its place.
+    while not before_last.exists() and process.poll() is None:
+        assert time.monotonic() < deadline, "stands still"
+        time.sleep(0.005)
+
+
+def kill_one(choose: random.Random, want_worker: bool) -> str:
+    """Kill a rank or a loader worker; return which, or nothing where none is there."""
+    workers = loader_workers() if want_worker else []
+    victims = workers or list(ranks().values())
+    if not victims:
+        return ""
+    try:
+        os.kill(choose.choice(victims), signal.SIGKILL)
+    except ProcessLookupError:
+        return ""
+    return "worker" if workers else "rank"
 
 
 def soak_kills(rounds: int, seed: int, folder: Path) -> bool:
-    """Kill ranks at random moments and resume by hand."""
+    """Kill ranks and loader workers at random moments and resume by hand."""
     choose = random.Random(seed)
-    calm: dict[tuple[str, int], Any] = {}
-    kills = same = completions = 0
-    while kills < rounds:
-        layout = LAYOUTS[completions % len(LAYOUTS)]
+    calm: dict[tuple[str, int], tuple[dict[str, Any], float]] = {}
+    count: Counter[str] = Counter()
+    while count["kill"] < rounds:
+        layout = LAYOUTS[count["run"] % len(LAYOUTS)]
         if layout not in calm:
             begin = time.monotonic()
             result = run(*arguments(*layout, folder / "calm", folder / "data"), timeout=300)
             assert result.returncode == 0, result.text
-            calm[layout] = final_state(folder / "calm"), time.monotonic() - begin
+            calm[layout] = whole_state(folder / "calm"), time.monotonic() - begin
             shutil.rmtree(folder / "calm")
         expected, seconds = calm[layout]
-        hits = 0
-        while True:
+        hits: list[str] = []
+        problem = ""
+        begin = time.monotonic()
+        while not problem:
             process = start(*arguments(*layout, folder / "run", folder / "data", "--resume"))
-            if hits < 3 and kills < rounds:
-                time.sleep(choose.uniform(0.3, 0.9) * seconds)
-                alive = ranks()
-                if alive and process.poll() is None:
-                    os.kill(choose.choice(list(alive.values())), signal.SIGKILL)
-                    hits, kills = hits + 1, kills + 1
-            result = finish(process, timeout=300)
+            if len(hits) < KILLS_OF_A_RUN and count["kill"] < rounds:
+                at_end, want_worker = choose.random() < 0.5, choose.random() < 0.5
+                moment = choose.uniform(0.3, 0.9) * seconds
+                wait_for_moment(folder / "run", at_end, moment, process)
+                if at_end:
+                    time.sleep(choose.uniform(0, 1))
+                victim = kill_one(choose, want_worker) if process.poll() is None else ""
+                if victim:
+                    hits.append(f"{victim}{' at the end' if at_end else ''}")
+                    count.update(["kill", victim, *(["end"] if at_end else [])])
+            try:
+                result = finish(process, timeout=max(END_SECONDS, 3 * seconds))
+            except AssertionError as error:  # and what was still running is gone
+                problem = f"HANGS: {str(error).strip().splitlines()[-1]}"
+                break
             if result.returncode == 0:
                 break
-        equal = final_state(folder / "run") == expected
-        completions, same = completions + 1, same + equal
+            # torchrun itself ends every failure in a traceback.
+            if layout[0] != "ddp" and "Traceback" in result.stderr:
+                problem = f"TRACEBACK: {result.stderr.strip().splitlines()[-1]}"
+            if time.monotonic() - begin > 20 * END_SECONDS:
+                problem = f"DOES NOT END: {result.stderr[-300:]}"
+        problem = problem or find_difference(folder / "run", expected)
+        count.update(["run", "bad" if problem else "same"])
         print(
-            f"{layout[0]} on {layout[1]}: {hits} kills, {'same' if equal else 'DIFFERENT'};"
-            f" {kills} kills in all, {same} of {completions} runs ended as if undisturbed",
+            f"{layout[0]} on {layout[1]}: killed {', '.join(hits) or 'nothing'}:"
+            f" {problem or 'same'}; {count['kill']} kills in all",
             flush=True,
         )
         shutil.rmtree(folder / "run")
-    return same == completions
+    print(
+        f"{count['kill']} kills, {count['rank']} of ranks and {count['worker']} of loader workers,"
+        f" {count['end']} of them after the last save; {count['same']} of {count['run']} runs ended"
+        " as if undisturbed"
+    )
+    return count["same"] == count["run"]
 
 
 def soak_restarts(rounds: int, nodes: int, seed: int, folder: Path) -> bool:
@@ -193,9 +300,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--restarts", type=int, metavar="NODES", help="leave it to torchrun")
     parser.add_argument("--elastic", action="store_true", help="nodes that come and go")
+    parser.add_argument("--forked", action="store_true", help="fork processes: many more kills")
     options = parser.parse_args()
+    processes.use_fork_server = options.forked
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
-    data.prepare("synthetic", str(folder / "data"))
+    # Enough that a kill can come while they are evaluated.
+    short.make(folder / "data", TEST_IMAGES, folder / "whole")
     try:
         if options.elastic:
             good = soak_elastic(folder)

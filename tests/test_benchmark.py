@@ -17,10 +17,10 @@ import torch
 
 from tests.processes import ROOT, Finished, finish, run, start
 
-SCRIPTS = ROOT / "scripts"
+SCRIPTS = ROOT / "scripts" / "tools"
 # Ends at once with a speed that its flags determine, so that ratios are known beforehand.
 PRETENDER = """
-import json, pathlib, sys, time
+import gzip, json, os, pathlib, sys, time
 sys.stderr.write("chatter\\n")
 flags = dict(zip(sys.argv[1::1], sys.argv[2::1]))
 name = pathlib.Path(sys.argv[0]).stem.removeprefix("train_")
@@ -32,14 +32,23 @@ if (name, flags.get("--model")) == ("dp", "linear"):
 if flags.get("--batch-size") == "500":
     time.sleep(60)
 speed = {"single": 1000.0, "dp": 500.0, "ddp": 1500.0}[name] / (1 + (flags.get("--threads") == "1"))
+waiting = os.environ.get("GOMP_SPINCOUNT"), os.environ.get("OMP_WAIT_POLICY")
+speed *= {("10000", None): 2, (None, "PASSIVE"): 3}.get(waiting, 1)
+accuracy = 0.99 if float(flags.get("--epochs", 1)) > 0.4 else 0.98
 folder.mkdir(parents=True)
-summary = {"train_images_per_second": speed, "test_accuracy": 0.99, "startup_seconds": 1.0}
-summary |= {"total_seconds": 2.0, "peak_memory_bytes": [2**20]}
+summary = {"train_images_per_second": speed, "test_accuracy": accuracy, "startup_seconds": 1.0}
+summary |= {"total_seconds": 2.0, "peak_memory_bytes": [2**20], "train_seconds": 0.5}
 (folder / "summary.json").write_text(json.dumps(summary))
 if "--profile" in sys.argv:
-    names = ("data", "forward", "backward", "communication", "optimizer", "gaps")
-    shares = dict.fromkeys(names, 0.0) | {"communication": 0.25, "backward": 0.75}
-    (folder / "profile.json").write_text(json.dumps({"shares": shares}))
+    (folder / "profile").mkdir()
+    names = {"ProfilerStep#7": (0, 100), "autograd::engine::evaluate_function: A": (0, 75)}
+    names |= {"Optimizer.step#SGD.step": (75, 75), "c10d::allreduce_": (75, 100)}
+    events = [
+        {"ph": "X", "name": name, "ts": begin, "dur": end - begin, "tid": 1, "args": {}}
+        for name, (begin, end) in names.items()
+    ]
+    with gzip.open(folder / "profile" / "rank0.json.gz", "wt") as file:
+        json.dump({"traceEvents": events}, file)
 """
 DRIVER = """
 import sys
@@ -67,14 +76,20 @@ def pretend(tmp_path: Path, synthetic_dir: Path) -> Callable[..., list[Any]]:
     """Return the command of a benchmark whose trainings only pretend."""
 
     def command(*flags: Any, profile: bool = False) -> list[Any]:
-        for technique in ("single", "dp", "ddp"):
-            (tmp_path / f"train_{technique}.py").write_text(PRETENDER)
-        driver = tmp_path / "driver.py"
-        driver.write_text(DRIVER.format(scripts=str(SCRIPTS), profile=profile))
-        where = ["--dataset", "synthetic", "--data-dir", synthetic_dir, "--output", tmp_path]
-        return [sys.executable, driver, "--device", "cpu", "--threads", 2, *where, *flags]
+        common = ["--device", "cpu", "--threads", 2, "--output", tmp_path]
+        return [*pretending("benchmark", tmp_path, synthetic_dir, profile), *common, *flags]
 
     return command
+
+
+def pretending(tool: str, folder: Path, data_dir: Path, profile: bool = False) -> list[Any]:
+    """Return the command of a tool whose trainings only pretend."""
+    for technique in ("single", "dp", "ddp"):
+        (folder / f"train_{technique}.py").write_text(PRETENDER)
+    text = DRIVER.replace("benchmark", tool).format(scripts=str(SCRIPTS), profile=profile)
+    (folder / "driver.py").write_text(text)
+    where = ["--dataset", "synthetic", "--data-dir", data_dir]
+    return [sys.executable, folder / "driver.py", *where]
 
 
 def results(folder: Path) -> dict[str, Any]:
@@ -192,8 +207,8 @@ def test_interrupted_it_writes_what_it_has(
 def test_on_gpus_devices_are_named(load: Callable[[str], ModuleType], monkeypatch: Any) -> None:
     benchmark = load("benchmark")
     gpus = [torch.device("cuda", index) for index in range(6)]
-    monkeypatch.setattr(benchmark.runtime, "select_devices", lambda kind: gpus)
-    monkeypatch.setattr(benchmark.runtime, "usable_cores", lambda: 16)
+    monkeypatch.setattr(benchmark, "select_devices", lambda kind: gpus)
+    monkeypatch.setattr(benchmark, "usable_cores", lambda: 16)
     args = benchmark.parse_args(["--global-batch-sizes", "96", "--batch-sizes", ""])
     assert (args.device, args.counts, args.threads) == ("cuda", [2, 4, 6], 12)
     assert benchmark.parse_args([]).counts == [2, 4], "128 images are none to split among six"
@@ -352,6 +367,115 @@ def test_the_aims_of_ratios(load: Callable[[str], ModuleType]) -> None:
     assert ratios.line_of(figure, [{"b": 1.0}])[1] is None
 
 
+def test_one_failure_stops_all_that_train_at_once(
+    load: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    """The first of them would take a minute; what is told is what failed."""
+    trial = load("trial")
+    (tmp_path / "train_dp.py").write_text(PRETENDER)
+    script = [sys.executable, tmp_path / "train_dp.py"]
+    commands = [[*script, "--batch-size", "500"], [*script, "--model", "linear"]]
+    begin = time.monotonic()
+    with pytest.raises(trial.TrialError, match="no DataParallel today"):
+        trial.train_at_once(commands, 200)
+    assert time.monotonic() - begin < 55, "it waited for the first"
+
+
+def test_waiting_is_measured_alone_and_in_company(tmp_path: Path, synthetic_dir: Path) -> None:
+    """Each setting is what its name says, whatever the user has set."""
+    command = pretending("waiting", tmp_path, synthetic_dir)
+    flags = ["--spins", "300000,10000", "--others", "0,2", "--rounds", 2, "--threads", 2]
+    ended = run(*command, *flags, "--json", tmp_path / "w.json", GOMP_SPINCOUNT="1")
+    assert ended.returncode == 0, ended.text
+    alone, *rows = [line.split() for line in ended.stdout.splitlines()]
+    assert " ".join(alone) == "alone, images/s of each median (range) ratio"
+    assert rows[0][:4] == ["GOMP_SPINCOUNT=300000", "1,000", "(1,000-1,000)", "1.00"]
+    assert rows[1] == ["GOMP_SPINCOUNT=10000", "2,000", "(2,000-2,000)", "2.00"]
+    assert rows[2] == ["OMP_WAIT_POLICY=PASSIVE", "3,000", "(3,000-3,000)", "3.00"]
+    assert rows[3][:3] == ["beside", "2", "others,"]
+    assert [row[1:4] for row in rows[4:7]] == [row[1:4] for row in rows[:3]]
+    assert len(started(tmp_path)) == 2 * 3 * (1 + 3)
+    found = json.loads((tmp_path / "w.json").read_text())["found"]
+    assert found[-1]["images_per_second"] == dict.fromkeys("01", [3000.0] * 3)
+
+
+def test_interrupted_all_that_train_at_once_are_stopped(
+    tmp_path: Path, synthetic_dir: Path
+) -> None:
+    command = pretending("waiting", tmp_path, synthetic_dir)
+    process = start(*command, "--others", 1, "--batch-size", 500)  # each takes a minute
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "log").exists() or len(started(tmp_path)) < 2:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    ended = finish(process, timeout=50)
+    assert ended.returncode == 130, ended.text
+    assert "Traceback" not in ended.text
+    assert ended.stdout.splitlines()[1].split() == ["GOMP_SPINCOUNT=300000", "-"]
+
+
+def test_the_shortest_training_is_found(tmp_path: Path, synthetic_dir: Path) -> None:
+    """DP fails, and does not lose the others."""
+    command = pretending("time_to_accuracy", tmp_path, synthetic_dir)
+    flags = ["--device", "cpu", "--epochs", "1,0.25,0.5", "--json", tmp_path / "t.json"]
+    ended = run(*command, *flags, "--", "--model", "linear")
+    assert ended.returncode == 1, ended.text
+    rows = [line.split() for line in ended.stdout.splitlines()[3:7]]
+    assert [row[:4] for row in rows] == [
+        [technique, *row]
+        for technique in ("single", "ddp")
+        for row in (["0.25", "98.000", "(98.00-98.00)"], ["0.5", "99.000", "(99.00-99.00)"])
+    ]
+    assert [row[-1] == "reached" for row in rows] == [False, True, False, True]
+    assert "dp: exit status 1: train_dp.py: error: no DataParallel today" in ended.stderr
+    runs = [dict(itertools.pairwise(argv)) for argv in started(tmp_path)]
+    sizes = {technique: set() for technique in ("single", "dp", "ddp")}
+    for argv, taken in zip(started(tmp_path), runs, strict=True):
+        sizes[Path(argv[0]).stem.removeprefix("train_")].add(int(taken["--batch-size"]))
+    assert sizes == {"single": {96}, "dp": {48}, "ddp": {48}}
+    assert [taken["--seed"] for taken in runs] == [*"012012", "0", *"012012"]
+    found = json.loads((tmp_path / "t.json").read_text())["rows"]
+    assert all(row["train"] == [0.5] * 3 for row in found)
+    assert all(row["total"] > row["start"] for row in found)
+
+
+def test_an_accuracy_that_is_not_reached(tmp_path: Path, synthetic_dir: Path) -> None:
+    command = pretending("time_to_accuracy", tmp_path, synthetic_dir)
+    flags = ["--techniques", "single", "--epochs", "0.5,1", "--seeds", "7", "--goal", "99.5"]
+    ended = run(*command, "--device", "cpu", *flags)
+    assert ended.returncode == 0, ended.text
+    assert ended.stdout.splitlines()[-2].split() == ["single", "not", "reached"]
+    assert " reached" not in ended.stdout.replace("not reached", "")
+    fail_in_one_line(run(*command, "--goal", 99.5, "--recipe"), 2, "timed to 99%: leave out --goal")
+
+
+@pytest.mark.slow
+def test_time_to_accuracy_for_real(synthetic_dir: Path) -> None:
+    tool = [sys.executable, SCRIPTS / "time_to_accuracy.py", "--device", "cpu"]
+    tiny = ["--goal", 30, "--epochs", "0.002,0.1", "--seeds", 0]
+    where = ["--dataset", "synthetic", "--data-dir", synthetic_dir]
+    ended = run(*tool, *tiny, *where, "--", "--model", "linear", "--threads", 1, timeout=280)
+    assert ended.returncode == 0, ended.text
+    reached = [line.split()[:2] for line in ended.stdout.splitlines() if "  reached" in line]
+    assert [technique for technique, _ in reached] == ["single", "dp", "ddp"], ended.text
+
+
+@pytest.mark.slow
+def test_the_time_to_99_percent_beside_the_recipe(tmp_path: Path, synthetic_dir: Path) -> None:
+    command = pretending("time_to_accuracy", tmp_path, synthetic_dir)
+    flags = ["--device", "cpu", "--recipe", "--recipe-steps", 5, "--techniques", "single,ddp"]
+    ended = run(*command, *flags, "--json", tmp_path / "t.json", timeout=280)
+    assert ended.returncode == 0, ended.text
+    found = json.loads((tmp_path / "t.json").read_text())
+    assert len(found["recipe"]) == 2
+    (single,) = [r for r in found["rows"] if r["reached"] and r["technique"] == "single"]
+    times = sum(found["recipe"]) / 2 / sorted(single["total"])[1]
+    assert found["times_sooner"]["single"] == pytest.approx(times)
+    assert f"single      {times:.1f} times sooner" in ended.stdout
+
+
 @pytest.mark.slow
 def test_everything_for_real(synthetic_dir: Path, tmp_path: Path) -> None:
     flags = ["--models", "linear", "--global-batch-sizes", 64, "--batch-sizes", 32, "--rounds", 1]
@@ -369,24 +493,22 @@ def test_everything_for_real(synthetic_dir: Path, tmp_path: Path) -> None:
 def test_the_ratios_for_real(synthetic_dir: Path, tmp_path: Path) -> None:
     pytest.importorskip("psutil", reason="needs psutil")
     where = ["--dataset", "synthetic", "--data-dir", synthetic_dir, "--json", tmp_path / "r.json"]
-    figures = "engine-1,start-ddp,memory"
+    figures = "engine-1,ddp-limit,start-ddp,memory"
     command = [sys.executable, SCRIPTS / "ratios.py", "--only", figures, "--rounds", 1]
     ended = run(*command, "--images", 1000, *where, timeout=280)
     assert ended.returncode == 0, ended.text
     found = json.loads((tmp_path / "r.json").read_text())
     assert all(found["figures"][name]["median"] >= 0 for name in figures.split(","))
+    assert found["rounds"][0]["speed apart 1 512"] > 0
     assert found["rounds"][0]["memory data resident"] > 10 * 2**20, "the set is mapped and read"
     assert found["figures"]["memory"]["median"] < 0.2, "and shared"
 
 
 @pytest.mark.slow
 def test_the_recipe_for_real(synthetic_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "train_single.py").write_text(PRETENDER)
-    driver = tmp_path / "driver.py"
-    text = DRIVER.replace("benchmark", "official_recipe").format(scripts=str(SCRIPTS), profile=0)
-    driver.write_text(text)
-    where = ["--dataset", "synthetic", "--data-dir", synthetic_dir, "--json", tmp_path / "o.json"]
-    ended = run(sys.executable, driver, "--rounds", 1, "--steps", 5, *where, timeout=200)
+    command = pretending("official_recipe", tmp_path, synthetic_dir)
+    flags = ["--rounds", 1, "--steps", 5, "--json", tmp_path / "o.json"]
+    ended = run(*command, *flags, timeout=200)
     assert ended.returncode == 0, ended.text
     assert "extrapolated to 4 epochs" in ended.stdout
     assert "aim: at least 35 with 99%: met" in ended.stdout

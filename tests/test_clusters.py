@@ -1,13 +1,15 @@
-"""Slurm and Open MPI for real: a controller and a node of Slurm's, on this machine alone."""
+"""Slurm and Open MPI for real: a controller and two nodes of Slurm's, on this machine alone."""
 
 import getpass
 import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,8 @@ from tests.test_launch import (
 
 pytestmark = pytest.mark.slow
 
+# Names that lead to this machine, and are not the same.
+NODES = ("127.0.0.1", "127.0.0.2")
 SLURM = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 needs_mpirun = pytest.mark.skipif(not shutil.which("mpirun"), reason="needs Open MPI's mpirun")
 # Of no use to a real cluster: it may run more ranks than cores, and as root.
@@ -71,7 +75,10 @@ def test_one_line_under_mpirun(synthetic_dir: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Start munged, slurmctld and slurmd out of a temporary folder; yield what finds them."""
+    """Start munged, slurmctld and two slurmd out of a temporary folder; yield what finds them.
+
+    Each node has two GPUs, which are none: Slurm hands out what its configuration lists.
+    """
     missing = [name for name in SLURM if not shutil.which(name)]
     if missing or os.geteuid() != 0:
         pytest.skip(f"needs root and {', '.join(missing) or 'nothing else'} (slurm-wlm, munge)")
@@ -85,7 +92,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     key.chmod(0o600)
     name = socket.gethostname()
     ports = []
-    for _ in range(2):
+    for _ in range(3):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             ports.append(probe.getsockname()[1])
@@ -94,16 +101,15 @@ ClusterName=test
 SlurmctldHost={name}(127.0.0.1)
 SlurmUser={getpass.getuser()}
 SlurmctldPort={ports[0]}
-SlurmdPort={ports[1]}
 AuthType=auth/munge
 AuthInfo=socket={munge_socket}
 CredType=cred/munge
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool.%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd.%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SwitchType=switch/none
@@ -113,23 +119,31 @@ ReturnToService=2
 KillWait=5
 MinJobAge=300
 SchedulerParameters=batch_sched_delay=1,sched_interval=2
-NodeName={name} NodeAddr=127.0.0.1 CPUs={os.cpu_count()} State=UNKNOWN
-PartitionName=test Nodes={name} Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
+GresTypes=gpu
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+NodeName={NODES[0]} NodeHostname={name} Port={ports[1]} CPUs={os.cpu_count()} Gres=gpu:2
+NodeName={NODES[1]} NodeHostname={name} Port={ports[2]} CPUs={os.cpu_count()} Gres=gpu:2
+PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
 """)
+    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-1]\n")
+    for gpu in range(2):
+        os.mknod(folder / f"gpu{gpu}", stat.S_IFCHR, os.makedev(1, 3))  # /dev/null by another name
     (folder / "state").mkdir()
-    (folder / "spool").mkdir()
+    for node in NODES:
+        (folder / f"spool.{node}").mkdir()
     found = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": path_of_python()}
     commands = [
         ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={munge_socket}",
          f"--pid-file={folder}/munged.pid", f"--log-file={folder}/munged.log",
          f"--seed-file={folder}/munged.seed"],
         ["slurmctld", "-D", "-i"],
-        ["slurmd", "-D"],
+        *(["slurmd", "-D", "-N", node] for node in NODES),
     ]  # fmt: skip
     daemons = []
     try:
         for command in commands:
-            with open(folder / f"{command[0]}.out", "w") as output:
+            with open(folder / f"{command[0]}.out", "a") as output:
                 daemons.append(
                     subprocess.Popen(
                         command, env=environment(**found), stdout=output, stderr=output
@@ -171,11 +185,18 @@ def no_process_is_left() -> Iterator[None]:
         time.sleep(0.2)
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
 def test_srun(
-    slurm: dict[str, str], synthetic_dir: Path, tmp_path: Path, expected: str  # noqa: F811
-) -> None:  # fmt: skip
+    nodes: int,
+    slurm: dict[str, str],
+    synthetic_dir: Path,
+    tmp_path: Path,
+    expected: str,  # noqa: F811
+) -> None:
+    shown = row("srun")
+    command = replace(shown, command=shown.command.replace("srun", f"srun --nodes {nodes}"))
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
-    (ended,) = finish_all(launch(row("srun"), flags, tmp_path, **slurm), 90)
+    (ended,) = finish_all(launch(command, flags, tmp_path, **slurm), 90)
     assert ended.returncode == 0, ended.text
     assert summary(tmp_path / "run")["weights_sha256"] == expected
 
@@ -189,7 +210,34 @@ def test_srun_with_a_rank_too_few(slurm: dict[str, str], synthetic_dir: Path) ->
     assert "missing: 1, 2." in ended.stderr
 
 
-OPTIONS = ("--nodes", "1", "--ntasks-per-node", "2", "--cpus-per-task", "1", "--output")
+@pytest.mark.parametrize(
+    ("option", "visible"),
+    [("--gpus-per-task=1", ["0", "1", "0", "1"]), ("--gpus-per-node=2", ["0,1"] * 4)],
+)
+def test_the_gpus_that_slurm_shows_a_task(
+    option: str, visible: list[str], slurm: dict[str, str], tmp_path: Path
+) -> None:
+    """One each, or all of the node; utils/distributed.py takes both."""
+    (tmp_path / "tasks").mkdir()
+    probe = tmp_path / "probe.py"
+    probe.write_text(
+        "import os, pathlib\n"
+        "told = [os.environ[name] for name in ('SLURM_LOCALID', 'CUDA_VISIBLE_DEVICES')]\n"
+        f"pathlib.Path('{tmp_path}/tasks', os.environ['SLURM_PROCID']).write_text(' '.join(told))"
+    )
+    output, script = tmp_path / "out", str(ROOT / "scripts" / "slurm.sbatch")
+    sizes = ("--nodes", "2", "--ntasks-per-node", "2", "--cpus-per-task", "1")
+    job = sbatch(slurm, *sizes, option, "--output", str(output), script, SCRIPT=str(probe))
+    deadline = time.monotonic() + 60
+    while job_state(slurm, job) != "COMPLETED":
+        assert time.monotonic() < deadline, (job_state(slurm, job), output.read_text())
+        time.sleep(0.3)
+    told = [(tmp_path / "tasks" / str(rank)).read_text().split() for rank in range(4)]
+    assert told == [[str(rank % 2), visible[rank]] for rank in range(4)]
+
+
+ONE_NODE = ("--nodes", "1", "--ntasks-per-node", "2", "--cpus-per-task", "1", "--output")
+TWO_NODES = ("--cpus-per-task", "1", "--output")  # what the script says of itself
 
 
 def sbatch(slurm: dict[str, str], *arguments: str, **extra: str) -> str:
@@ -212,13 +260,18 @@ def wait_for(slurm: dict[str, str], job: str, output: Path, words: str, seconds:
     return output.read_text()
 
 
+@pytest.mark.parametrize("options", [ONE_NODE, TWO_NODES], ids=["1", "2"])
 def test_sbatch_runs_to_its_end(
-    slurm: dict[str, str], synthetic_dir: Path, tmp_path: Path, expected: str  # noqa: F811
-) -> None:  # fmt: skip
+    options: tuple[str, ...],
+    slurm: dict[str, str],
+    synthetic_dir: Path,
+    tmp_path: Path,
+    expected: str,  # noqa: F811
+) -> None:
     command = row("sbatch").command.split()[1:]
     flags = f"{SHORT} --data-dir {synthetic_dir}".replace(" --no-progress", "").split()
     output, run_dir = tmp_path / "out", tmp_path / "run"
-    job = sbatch(slurm, *OPTIONS, str(output), *command, *flags, RUN_DIR=str(run_dir))
+    job = sbatch(slurm, *options, str(output), *command, *flags, RUN_DIR=str(run_dir))
     text = wait_for(slurm, job, output, "summary in", 90)
     assert f"job {job}, attempt 1" in text
     assert summary(run_dir)["weights_sha256"] == expected
@@ -235,7 +288,7 @@ def test_sbatch_goes_on_after(
     ).split()
     output, run_dir = tmp_path / "out", tmp_path / "run"
     script = str(ROOT / "scripts" / "slurm.sbatch")
-    job = sbatch(slurm, *OPTIONS, str(output), script, *flags, RUN_DIR=str(run_dir))
+    job = sbatch(slurm, *ONE_NODE, str(output), script, *flags, RUN_DIR=str(run_dir))
     deadline = time.monotonic() + 60
     while not (run_dir / "metrics.jsonl").exists():
         assert time.monotonic() < deadline, output.read_text() if output.exists() else "nothing"

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import data
@@ -29,11 +28,12 @@ from tests.documents import (
     section,
     spans,
 )
-from tests.processes import ROOT, run, start, summary
-from tests.test_launch import LAUNCH_TABLE, free_port, path_of_python
+from tests.processes import ROOT, free_port, run, shell_line, start, summary
+from tests.test_launch import LAUNCH_TABLE, SHORT, Row, finish_all, launch
 from tests.test_lessons import LESSONS
 
 README = ROOT / "README.md"
+RUNNING = ROOT / "docs" / "running.md"
 CONCEPTS = ROOT / "docs" / "concepts.md"
 TOOLS = ROOT / "docs" / "tools.md"
 LAUNCHED = {row.command for row in LAUNCH_TABLE}  # tests/test_launch.py runs them
@@ -45,10 +45,36 @@ ELSEWHERE = {
     "./scripts/test.sh": "test_quickstart.py::test_a_failed_installation_says_what_to_do",
     "source .venv/bin/activate": "test_commands.py::test_the_environment_is_activated",
     "tensorboard --logdir runs": "test_commands.py::test_tensorboard_shows_the_curves_of_the_table",
-    "python scripts/scaling.py --check": "test_scaling.py::test_the_command_measures_and_checks",
-    "python scripts/benchmark.py": "test_benchmark.py::test_everything_for_real",
-    "python scripts/ratios.py": "test_benchmark.py::test_the_ratios_for_real",
-    "python scripts/official_recipe.py": "test_benchmark.py::test_the_recipe_for_real",
+    "python scripts/minimal/single.py": (
+        "test_minimal.py::test_one_epoch_of_mnist_reaches_98_percent"
+    ),
+    "python scripts/minimal/single.py --dataset synthetic --epochs 2": (
+        "test_minimal.py::test_two_epochs_of_drawn_digits"
+    ),
+    "python scripts/minimal/dp.py": "test_minimal.py::test_one_epoch_of_mnist_reaches_98_percent",
+    "torchrun --standalone --nproc_per_node 2 scripts/minimal/ddp.py": (
+        "test_minimal.py::test_one_epoch_of_mnist_reaches_98_percent"
+    ),
+    "torchrun --nnodes 2 --node_rank $NODE --master_addr $HOST0 --nproc_per_node 2 train_ddp.py": (
+        "test_commands.py::test_the_command_for_two_machines"
+    ),
+    "torchrun --nnodes 2 --rdzv_backend c10d --rdzv_endpoint $HOST0:29500"
+    " scripts/minimal/ddp.py": "test_minimal.py::test_two_torchruns_on_one_host",
+    "python scripts/tools/scaling.py --check": (
+        "test_scaling.py::test_the_command_measures_and_checks"
+    ),
+    "python scripts/tools/benchmark.py": "test_benchmark.py::test_everything_for_real",
+    "python scripts/tools/ratios.py": "test_benchmark.py::test_the_ratios_for_real",
+    "python scripts/tools/official_recipe.py": "test_benchmark.py::test_the_recipe_for_real",
+    "python scripts/tools/waiting.py": (
+        "test_benchmark.py::test_waiting_is_measured_alone_and_in_company"
+    ),
+    "python scripts/tools/time_to_accuracy.py": (
+        "test_benchmark.py::test_time_to_accuracy_for_real"
+    ),
+    "python scripts/tools/time_to_accuracy.py --recipe": (
+        "test_benchmark.py::test_the_time_to_99_percent_beside_the_recipe"
+    ),
 }
 
 
@@ -74,6 +100,7 @@ class Command:
 
 
 FEW = "--steps 3 --dataset synthetic"
+ONE_STEP = "--batch-sizes 6144 --epochs 0.25 --seeds 0 --dataset synthetic -- --model linear"
 SYNTHETIC = (("prepare_data.py mnist", "prepare_data.py synthetic"),)
 ASKED = ("runs/first", "runs/asked")
 NAME = (("runs/NAME", "runs/asked"),)
@@ -85,7 +112,6 @@ COMMANDS = {
     "scripts": [
         Command("python train_single.py"),
         Command("python train_single.py --epochs 5 --amp bf16"),
-        Command("python train_single.py --epochs 5"),
         Command("python train_dp.py"),
         Command("python train_dp.py --device cpu --replicas 2"),
         Command("python train_ddp.py"),
@@ -106,14 +132,14 @@ COMMANDS = {
         ),
         Command("python train_dp.py --init-weights runs/first/checkpoints/last.pt"),
         Command(
-            "python scripts/compare.py runs/quickstart-20260101-120000/{single,dp,ddp}",
+            "python scripts/tools/compare.py runs/quickstart-20260101-120000/{single,dp,ddp}",
             run=RUNS,
             trains=False,
         ),
     ],
     "doctor": [
-        Command("python scripts/doctor.py"),
-        Command("torchrun --standalone --nproc_per_node 2 scripts/doctor.py"),
+        Command("python scripts/tools/doctor.py"),
+        Command("torchrun --standalone --nproc_per_node 2 scripts/tools/doctor.py"),
     ],
     "exercise": [
         Command(
@@ -130,7 +156,7 @@ COMMANDS = {
     "predict": [
         Command("python train_single.py --run-dir runs/first --save-every-steps 100", run=(ASKED,)),
         *(
-            Command(f"python scripts/predict.py {rest}", run=run, trains=False, prints=prints)
+            Command(f"python scripts/tools/predict.py {rest}", run=run, trains=False, prints=prints)
             for rest, run, prints in (
                 ("runs/NAME digit.png photo.jpg", NAME, "photo.jpg: "),
                 ("runs/NAME digit.png", NAME, "digit.png: "),
@@ -146,26 +172,41 @@ COMMANDS = {
     "profile": [
         Command(
             "torchrun --standalone --nproc_per_node 2 train_ddp.py --profile",
-            run=(("--profile", "--profile --max-steps 20"),),
+            run=(("--profile", "--profile --max-steps 20 --run-dir runs/traced"),),
             prints="profile of 10 steps",
         ),
+        Command(
+            "python scripts/tools/trace.py runs/ddp-20260101-120000",
+            run=(("runs/ddp-20260101-120000", "runs/traced"),),
+            trains=False,
+            prints="backward",
+        ),
+        Command(
+            "python scripts/tools/trace.py --draw steps.svg runs/profiled/{single,dp,ddp}",
+            run=(("runs/profiled/{single,dp,ddp}", "runs/traced"),),
+            trains=False,
+            prints="drawn in steps.svg",
+        ),
+        Command("python scripts/tools/draw_ring.py docs/ring_all_reduce.svg", trains=False),
     ],
     "benchmark": [
         Command(
-            "python scripts/benchmark.py --quick",
+            "python scripts/tools/benchmark.py --quick",
             run=(("--quick", f"--quick --output runs/benchmark-A --models linear {FEW}"),),
             trains=False,
             prints="How to read it",
         ),
         Command(
-            "python scripts/benchmark.py --models convnet,resnet18 --counts 2,4 -- --amp bf16",
+            "python scripts/tools/benchmark.py --models convnet,resnet18 --counts 2,4"
+            " -- --amp bf16",
             run=(("convnet,resnet18", f"linear --quick --threads 4 {FEW}"),),
             trains=False,
             prints="How to read it",
         ),
         *(
             Command(
-                f"python scripts/benchmark.py --compare {a}/benchmark.json {b}/benchmark.json",
+                "python scripts/tools/benchmark.py"
+                f" --compare {a}/benchmark.json {b}/benchmark.json",
                 run=((a, "runs/benchmark-A"), (b, "runs/benchmark-A")),
                 trains=False,
                 prints="linear",
@@ -175,24 +216,62 @@ COMMANDS = {
     ],
     "ratios": [
         Command(
-            "python scripts/ratios.py --only engine,start-ddp --rounds 9",
+            "python scripts/tools/ratios.py --only engine,start-ddp --rounds 9",
             run=(("--rounds 9", "--rounds 1 --images 1000 --dataset synthetic"),),
             trains=False,
         ),
+        Command(
+            "python scripts/tools/waiting.py --others 0,1 --spins 300000,1000 --rounds 9",
+            run=(("--rounds 9", "--rounds 1 --images 960 --model linear --dataset synthetic"),),
+            trains=False,
+            prints="beside 1 other",
+        ),
+        Command(
+            "python scripts/tools/time_to_accuracy.py --goal 99.5 --epochs 3,4,5 -- --amp bf16",
+            run=(
+                ("99.5", "30 --techniques single --seeds 0 --dataset synthetic"),
+                ("3,4,5", "0.1"),
+                ("bf16", "bf16 --model linear"),
+            ),
+            trains=False,
+            prints="  reached",
+        ),
         # Many minutes: it has to start, and to end when it is asked to.
         Command(
-            "python scripts/official_recipe.py --full --rounds 1",
+            "python scripts/tools/official_recipe.py --full --rounds 1",
             run=(("python", "timeout --signal=INT 20 python"), ("1", "1 --dataset synthetic")),
             status=124,
             trains=False,
         ),
     ],
-    "scaling": [
-        Command("python scripts/scaling.py", trains=False),
-        Command("python scripts/scaling.py --chart scaling.svg", trains=False),
+    "large batches": [
         *(
             Command(
-                f"python scripts/scaling.py --link {link} --compute 120 --parameters 25.6e6",
+                f"python scripts/tools/large_batch.py {rest}",
+                run=((rest, f"{rest} {ONE_STEP}"),),
+                trains=False,
+                prints="capped-linear",
+            )
+            for rest in (
+                "--output runs/large_batch.json",
+                "--output runs/large_batch.json --rules all --chart large_batch.svg",
+                "--output runs/large_batch.json --rules all --chart FILE.svg",
+            )
+        ),
+        Command(
+            "python scripts/tools/large_batch.py --batch-sizes 1536 --epochs 1 --seeds 0"
+            " -- --momentum 0.8",
+            run=(("1536 --epochs 1", "6144 --epochs 0.25"), ("-- ", "--dataset synthetic -- ")),
+            trains=False,
+            prints="capped-linear",
+        ),
+    ],
+    "scaling": [
+        Command("python scripts/tools/scaling.py", trains=False),
+        Command("python scripts/tools/scaling.py --chart scaling.svg", trains=False),
+        *(
+            Command(
+                f"python scripts/tools/scaling.py --link {link} --compute 120 --parameters 25.6e6",
                 trains=False,
             )
             for link in ("infiniband100", "infiniband400")
@@ -201,9 +280,19 @@ COMMANDS = {
     "small": [
         Command("diff train_single.py train_dp.py", status=1, trains=False),
         Command("diff train_single.py train_ddp.py", status=1, trains=False),
-        Command("python scripts/contact_sheet.py docs/synthetic_digits.svg", trains=False),
+        *(
+            Command(
+                f"diff scripts/minimal/single.py scripts/minimal/{technique}.py",
+                status=1,
+                trains=False,
+            )
+            for technique in ("dp", "ddp")
+        ),
+        Command("python scripts/tools/contact_sheet.py docs/synthetic_digits.svg", trains=False),
         Command(
-            "python scripts/prepare_data.py mnist --data-dir data", run=SYNTHETIC, trains=False
+            "python scripts/tools/prepare_data.py mnist --data-dir data",
+            run=SYNTHETIC,
+            trains=False,
         ),
     ],
 }
@@ -256,12 +345,12 @@ def test_the_environment_is_activated(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory, synthetic_dir: Path) -> Path:
-    """A copy of the project to which the README's edits were applied, to the letter."""
+    """A copy of the project to which the documents' edits were applied, to the letter."""
     folder = tmp_path_factory.mktemp("project") / "copy"
     leave = shutil.ignore_patterns(".*", "runs", "data", "__pycache__", "tests")
     shutil.copytree(ROOT, folder, ignore=leave)
     (folder / "data").symlink_to(synthetic_dir)
-    for block in blocks(README):
+    for block in blocks(README) + blocks(RUNNING):
         name = re.match(r"# (\w+\.py)\n", block.text)
         if block.language == "python" and name:
             (folder / name[1]).write_text(block.text)
@@ -295,16 +384,21 @@ def run_command(command: Command, project: Path, max_steps: int) -> Any:
         line += "" if "--max-steps" in line else f" --max-steps {max_steps}"
         line += "" if "--dataset" in line else " --dataset synthetic"
         line += "" if "--model" in line else " --model linear"
-    return run("bash", "-c", line, cwd=project, timeout=200, PATH=path_of_python())
+    words, variables = shell_line(line)
+    return run(*words, cwd=project, timeout=200, **variables)
+
+
+def marks_of(group: str) -> list[pytest.MarkDecorator]:
+    gpus = max(command.gpus for command in COMMANDS[group])
+    slow = [] if group in QUICK else [pytest.mark.slow]
+    return [*slow, pytest.mark.gpu(gpus)] if gpus else slow
 
 
 @pytest.mark.parametrize(
-    "group", [pytest.param(g, marks=[] if g in QUICK else [pytest.mark.slow]) for g in COMMANDS]
+    "group", [pytest.param(group, marks=marks_of(group)) for group in COMMANDS]
 )
+@pytest.mark.timeout(900)  # four commands of a minute each, on a busy machine
 def test_commands_run(group: str, project: Path) -> None:
-    gpus = max(command.gpus for command in COMMANDS[group])
-    if torch.cuda.device_count() < gpus:
-        pytest.skip(f"needs {gpus} GPUs")
     if group == "predict":
         image = pytest.importorskip("PIL.Image", reason="needs Pillow")
         digits = data.load_dataset("synthetic", str(project / "data"))[1].images
@@ -321,18 +415,18 @@ def test_commands_run(group: str, project: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS["own model and data"], ids=lambda c: c.shown)
-def test_own_data_is_learned_as_far_as_the_readme_says(
+def test_own_data_is_learned_as_far_as_the_documents_say(
     command: Command, project: Path, tmp_path: Path
 ) -> None:
-    assert "Each ends above 95 %" in README.read_text()
-    line = f"{command.shown} --threads 1 --run-dir {tmp_path}/run"
-    ended = run("bash", "-c", line, cwd=project, PATH=path_of_python())
+    assert "Each ends above 95 %" in RUNNING.read_text()
+    words, _ = shell_line(f"{command.shown} --threads 1 --run-dir {tmp_path}/run")
+    ended = run(*words, cwd=project)
     assert ended.returncode == 0, ended.text
     assert summary(tmp_path / "run")["test_accuracy"] > 0.95
 
 
 @pytest.mark.slow
-def test_the_run_that_goes_on_ends_as_the_readme_says(project: Path) -> None:
+def test_the_run_that_goes_on_ends_as_the_documents_say(project: Path) -> None:
     """The commands under "checkpoints" ran before: one run, three scripts."""
     if not (project / "runs" / "first").exists():
         test_commands_run("checkpoints", project)
@@ -353,6 +447,17 @@ def test_the_output_that_is_shown_is_printed(project: Path) -> None:
             assert following.text in ended.text
             compared += 1
     assert compared == 2
+
+
+@pytest.mark.slow
+def test_the_command_for_two_machines(synthetic_dir: Path, tmp_path: Path) -> None:
+    """The one in the docstring of train_ddp.py, at a port that no other test has."""
+    (command,) = [c for c in docstring_commands(ROOT / "train_ddp.py") if "$NODE" in c]
+    command = command.replace("$HOST0", "$HOST0 --master_port $PORT")
+    flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
+    for ended in finish_all(launch(Row("docstring", command, nodes=2), flags, tmp_path), 150):
+        assert ended.returncode == 0, ended.text
+    assert summary(tmp_path / "run")["world_size"] == 4
 
 
 def python_block(start: str) -> str:
@@ -386,6 +491,9 @@ def test_the_barrier_of_the_concepts_lets_rank_0_go_first(monkeypatch: pytest.Mo
         with namespace["zero_first"](rank):
             calls.append(f"rank {rank} prepares")
     assert calls == ["rank 0 prepares", "barrier", "barrier", "rank 1 prepares"]
+    with namespace["zero_first"](-1):
+        pass
+    assert len(calls) == 4, "without a process group nobody waits"
 
 
 @pytest.mark.slow
@@ -395,7 +503,7 @@ def test_tensorboard_shows_the_curves_of_the_table(project: Path, synthetic_dir:
     assert ended.returncode == 0, ended.text
     port = free_port()
     line = f"exec tensorboard --logdir runs --port {port}"
-    server = start("bash", "-c", line, cwd=project, PATH=path_of_python())
+    server = start("bash", "-c", line, cwd=project)
     try:
         told = rows(section(TOOLS, "Reading TensorBoard").text)
         expected = {tag for row in told if row[0].startswith("`") for tag in spans(row[0])}

@@ -16,10 +16,10 @@ single | --num-workers -1             | -1 is less than 0
 single | --num-workers two            | 'two' is not a whole number
 single | --model                      | expected one argument
 single | --model lenet                | invalid choice: 'lenet'
-single | --epochs 0                   | 0 is less than 1
-single | --epochs 1.5                 | '1.5' is not a whole number
-single | --epochs -3                  | -3 is less than 1
-single | --epochs ''                  | '' is not a whole number
+single | --epochs 0                   | 0 is not greater than 0
+single | --epochs 1e300               | is greater than
+single | --epochs -3                  | -3 is not greater than 0
+single | --epochs ''                  | '' is not a number
 single | --max-steps 0                | 0 is less than 1
 single | --max-steps 1e3              | '1e3' is not a whole number
 single | --batch-size 0               | 0 is less than 1
@@ -39,7 +39,7 @@ single | --label-smoothing 1          | is not in [0, 1)
 single | --label-smoothing -0.1       | -0.1 is less than 0
 single | --warmup-epochs -1           | -1 is less than 0
 single | --grad-accum-steps 0         | 0 is less than 1
-single | --max-grad-norm 0            | 0 is not greater than 0
+single | --max-grad-norm -1           | -1 is less than 0
 single | --max-grad-norm inf          | 'inf' is not finite
 single | --device tpu                 | invalid choice: 'tpu'
 single | --devices zero               | is not a list of device ids
@@ -49,6 +49,8 @@ single | --devices ''                 | is not a list of device ids
 single | --devices 0,1                | uses one device
 single | --device cpu --devices 0     | cannot go with --device cpu
 single | --threads 0                  | 0 is less than 1
+single | --threads 99999999999        | is greater than 4096
+single | --threads 1000000            | is greater than 4096
 single | --amp fp8                    | invalid choice: 'fp8'
 single | --seed -1                    | -1 is less than 0
 single | --seed 4294967296            | is not below 2**32
@@ -57,6 +59,9 @@ single | --save-every-steps 0         | 0 is less than 1
 single | --keep 0                     | 0 is less than 1
 single | --log-every 0                | 0 is less than 1
 single | --resume --init-weights a.pt | drop --init-weights
+single | --init-weights ''            | is a variable not set?
+single | --run-dir ''                 | is a variable not set?
+dp     | --replicas 9007199254740992  | is greater than 256
 single | --resume yes                 | unrecognized arguments: yes
 single | --data-on-device --num-workers 2 | drop --num-workers
 single | --batchsize 96               | unrecognized arguments
@@ -71,6 +76,11 @@ dp     | --sync-bn                    | unrecognized arguments
 ddp    | --backend smoke              | invalid choice: 'smoke'
 ddp    | --timeout 0                  | 0 is not greater than 0
 ddp    | --timeout inf                | 'inf' is not finite
+ddp    | --timeout 1e10               | is greater than 1e+07
+ddp    | --rdzv-timeout 1e300         | is greater than 1e+07
+ddp    | --bucket-cap-mb 1e300        | is greater than
+ddp    | --world-size 1e12            | is not a whole number
+ddp    | --rank 0 --world-size 9999999999 | is greater than
 ddp    | --rdzv-timeout -1            | -1 is not greater than 0
 ddp    | --bucket-cap-mb 0            | 0 is not greater than 0
 ddp    | --nprocs 0                   | 0 is less than 1

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import models
-from utils import data_parallel, runtime
-from utils.config import UsageError
-from utils.data_parallel import CPUDataParallel
+from utils import device
+from utils.data_parallel import CPUDataParallel, select_devices
+from utils.errors import UsageError
 
 CPU = torch.device("cpu")
 
@@ -92,7 +92,7 @@ def test_grad_mode_and_autocast_reach_the_threads() -> None:
 
 
 def test_keys_and_type_are_those_of_dataparallel() -> None:
-    wrapped = data_parallel.wrap(models.build_model("linear"), [CPU, CPU], None)
+    wrapped = CPUDataParallel(models.build_model("linear"), 2)
     assert isinstance(wrapped, nn.DataParallel)
     assert list(wrapped.state_dict()) == ["module.1.weight", "module.1.bias"]
     forward = CPUDataParallel.forward
@@ -106,16 +106,24 @@ def test_torch_passes_through_where_there_is_no_gpu() -> None:
     assert nn.DataParallel(nn.Linear(1, 1)).device_ids == []
 
 
-def test_arguments_that_cannot_be_used() -> None:
-    with pytest.raises(UsageError, match="names a GPU"):
-        data_parallel.wrap(models.build_model("linear"), [CPU], 1)
-    with pytest.raises(UsageError, match="mps"):
-        data_parallel.wrap(models.build_model("linear"), [torch.device("mps")], None)
-    with pytest.raises(UsageError, match="not one of the devices"):
-        data_parallel.wrap(models.build_model("linear"), [torch.device("cuda", 0)], 1)
+def test_arguments_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pretend(*devices: torch.device) -> None:
+        monkeypatch.setattr(device, "select_devices", lambda kind, ids: list(devices))
+
     if not torch.accelerator.is_available():
         with pytest.raises(UsageError, match="there is no GPU here"):
-            runtime.select_devices("auto", [0])
+            select_devices("auto", [0], None, None)
         with pytest.raises(UsageError, match="offers cpu only"):
-            runtime.select_devices("cuda")
-    assert runtime.select_devices("cpu", None, 3) == [CPU] * 3
+            select_devices("cuda", None, None, None)
+    assert select_devices("cpu", None, 3, None) == (CPU, [CPU] * 3)
+    assert select_devices("cpu", None, None, None) == (CPU, [CPU] * 2)
+    with pytest.raises(UsageError, match="names a GPU"):
+        select_devices("cpu", None, None, 1)
+    pretend(torch.device("mps"))
+    with pytest.raises(UsageError, match="mps"):
+        select_devices("auto", None, None, None)
+    pretend(torch.device("cuda", 0), torch.device("cuda", 3))
+    with pytest.raises(UsageError, match=r"not one of the devices \[0, 3\]"):
+        select_devices("auto", None, None, 1)
+    with pytest.raises(UsageError, match="--replicas is for the CPU"):
+        select_devices("auto", None, 2, None)

@@ -29,10 +29,12 @@ from tests.documents import (
 from tests.processes import ROOT
 from tests.test_diff import hunks
 from tests.test_lessons import LESSONS, run_lesson
+from tests.test_minimal import changes
 
 TORCH = Path(torch.__file__).parent
 README = ROOT / "README.md"
 CONCEPTS = ROOT / "docs" / "concepts.md"
+TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 
 
 # Links and languages
@@ -134,8 +136,11 @@ def test_chinese_is_set_as_markdown_shows_it(path: Path) -> None:
 MODULES = (
     *("torch", "torch.nn", "torch.nn.parallel", "torch.nn.parallel._functions"),
     *("torch.distributed", "torch.utils.data", "torch.optim", "data", "models"),
-    *(f"utils.{path.stem}" for path in (ROOT / "utils").glob("[a-z]*.py")),
-    *("torch.nn.modules._functions", "utils"),
+    *(
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in (ROOT / "utils").rglob("[a-z]*.py")
+    ),
+    *("torch.nn.modules._functions", "utils", "utils.cluster"),
 )
 # What the documents call an object of a class, or a module, as scripts usually do.
 USUAL = {
@@ -150,6 +155,9 @@ USUAL = {
     "train_sampler": "data.EpochSampler",
     "metrics": "utils.metrics.Metrics",
     "train_metrics": "utils.metrics.Metrics",
+    "test_metrics": "utils.metrics.Metrics",
+    "output": "torch.Tensor",
+    "tensor": "torch.Tensor",
 }
 # Quoted because they do not exist, or because they are a reader's own.
 NOT_OURS = {"torch.distributed.local_rank", "my_network.py", "my_data.py", "minimal_ddp.py"}
@@ -177,7 +185,13 @@ def resolve(name: str) -> Any:
 
 def find_file(name: str) -> Path | None:
     """Find a file of this project, or of the installed torch package."""
-    places = (ROOT / name, TORCH.parent / name, ROOT / "docs" / name, ROOT / "scripts" / name)
+    places = (
+        ROOT / name,
+        TORCH.parent / name,
+        ROOT / "docs" / name,
+        ROOT / "scripts" / name,
+        ROOT / "scripts/tools" / name,
+    )
     return next((path for path in places if path.exists()), None)
 
 
@@ -198,7 +212,7 @@ def test_python_names_resolve(path: Path) -> None:
             continue
         resolve(name)
         dotted += 1
-    assert dotted or path.name.startswith("launch-errors")
+    assert dotted
 
 
 def is_output(name: str) -> bool:
@@ -215,6 +229,7 @@ def words_of_the_sources() -> set[str]:
     theirs = [path for folder in folders for path in (TORCH / folder).glob("*.py")]
     theirs += [TORCH / "utils" / "data" / "dataloader.py", TORCH / "serialization.py"]
     theirs += [TORCH / "utils" / "data" / "distributed.py", TORCH / "nn" / "modules" / "module.py"]
+    theirs += [TORCH / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"]
     text = "\n".join(path.read_text(errors="replace") for path in [*ours, *theirs])
     return set(re.findall(r"\w+", text))
 
@@ -276,16 +291,37 @@ def test_both_languages_cite_the_same() -> None:
 # The README's lists
 
 
-DIFF_SECTION = [found.title for found in sections(README)].index("The diff, hunk by hunk")
+def test_the_readme_is_read_in_five_minutes() -> None:
+    for path in (README, translation(README)):
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 200
 
 
-@pytest.mark.parametrize("technique", ["dp", "ddp"])
+TITLES = [found.title for found in sections(README)]
+LESSONS_OF_DIFFS = {  # the command, with the section that explains what it prints
+    **{
+        f"diff scripts/minimal/single.py scripts/minimal/{technique}.py": (
+            TITLES.index("The first lesson: three short scripts"),
+            [lines for _, lines in changes(technique)],
+        )
+        for technique in ("dp", "ddp")
+    },
+    **{
+        f"diff train_single.py train_{technique}.py": (
+            TITLES.index("The second lesson: the training scripts"),
+            hunks(technique)[1],
+        )
+        for technique in ("dp", "ddp")
+    },
+}
+
+
+@pytest.mark.parametrize("command", LESSONS_OF_DIFFS)
 @pytest.mark.parametrize("path", [README, translation(README)], ids=name_of)
-def test_the_walk_through_the_diff_has_an_item_for_each_hunk(path: Path, technique: str) -> None:
-    text = sections(path)[DIFF_SECTION].text
-    part = text.partition(f"`diff train_single.py train_{technique}.py`")[2].partition("`diff ")[0]
+def test_the_walk_through_a_diff_has_an_item_for_each_hunk(path: Path, command: str) -> None:
+    number, lines_of_hunks = LESSONS_OF_DIFFS[command]
+    part = sections(path)[number].text.partition(f"`{command}`")[2].partition("`diff ")[0]
     items = re.split(r"^\d+\. ", part, flags=re.MULTILINE)[1:]
-    added = [" ".join(line.strip() for _, line in hunk) for hunk in hunks(technique)[1]]
+    added = [" ".join(line.strip() for _, line in hunk) for hunk in lines_of_hunks]
     assert len(items) == len(added), [hunk[:60] for hunk in added]
     for item, hunk in zip(items, added, strict=True):
         code = [span for span in spans(item) if span in hunk]
@@ -293,9 +329,9 @@ def test_the_walk_through_the_diff_has_an_item_for_each_hunk(path: Path, techniq
 
 
 def symptoms() -> list[tuple[list[str], list[str]]]:
-    """Return (literal lines, lessons) of each row of the README's index."""
+    """Return (literal lines, lessons) of each row of the index of symptoms."""
     found = []
-    for row in rows(section(README, "Troubleshooting").text)[1:]:
+    for row in rows(section(TROUBLESHOOTING, "Symptoms").text)[1:]:
         is_literal = row[0].startswith("`")
         found.append((spans(row[0]) if is_literal else [], spans(row[3]) if len(row) > 3 else []))
     return found
@@ -318,6 +354,27 @@ def test_the_index_quotes_what_a_lesson_prints(name: str) -> None:
             assert any(re.search(pattern, printed) for pattern in patterns), (literals, printed)
 
 
+# Of NCCL, CUDA and of the part of PyTorch that a build without GPUs has not.
+OF_CUDA = ("Watchdog", "Duplicate GPU", "Guessing", "CUDA error", "CUDA out of", "Error while")
+
+
+def test_lines_that_were_not_reproduced_are_literally_in_torch() -> None:
+    """As far as a build without GPUs goes."""
+    names = ("cuda/__init__.py", "distributed/distributed_c10d.py", "nn/parallel/_functions.py")
+    files = [*names, "distributed/elastic/multiprocessing/api.py"]
+    text = "".join((TORCH / name).read_text() for name in files).encode()
+    told = rows(section(TROUBLESHOOTING, "On GPUs").text)[1:]
+    assert len(told) > 10
+    for line in (spans(message)[0] for message, *_ in told):
+        begin = re.split(r" 7\b|pid", line)[0][:40].encode()  # before the first number
+        if not line.startswith(OF_CUDA) and begin not in text:
+            assert any(begin in library(name) for name in ("python", "cpu")), line
+
+
+def library(name: str) -> bytes:
+    return next(TORCH.glob(f"lib/libtorch_{name}.*")).read_bytes()
+
+
 # Of the system, of torchrun and of a general description: no string of this project.
 FOREIGN = ("No route to host", "... Name or service", "... timed out", "`RendezvousTimeoutError`")
 
@@ -325,11 +382,11 @@ FOREIGN = ("No route to host", "... Name or service", "... timed out", "`Rendezv
 def test_launch_errors_quote_the_sources() -> None:
     """Each message holds a piece of a string of this project, as it is printed."""
     pieces = set()
-    for path in (ROOT / "utils").glob("*.py"):
+    for path in (ROOT / "utils").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 pieces |= {part.strip(". ") for part in node.value.split("{") if len(part) > 11}
-    told = rows(prose(ROOT / "docs" / "launch-errors.md"))[1:]
+    told = rows(section(TROUBLESHOOTING, "Launch errors").text)[1:]
     assert len(told) > 20
     for message, *_ in told:
         if not any(words in message for words in FOREIGN):

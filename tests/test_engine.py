@@ -3,16 +3,20 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import data
+import models
 from tests import processes
-from utils import engine, optim, runtime
-from utils.checkpoint import Progress
+from utils import engine, optim
+from utils.device import Precision
+from utils.errors import UsageError
 from utils.metrics import Metrics
+from utils.progress import Progress
 
 CPU = torch.device("cpu")
 Batch = tuple[Tensor, Tensor]
@@ -37,15 +41,15 @@ def train(
     amp: str = "off",
     accumulate: int = 1,
     **options: object,
-) -> tuple[Metrics, Progress, optim.Schedule, runtime.Precision]:
+) -> tuple[Metrics, Progress, optim.Schedule, Precision]:
     optimizer = optim.build_optimizer(model, lr, 0.0, 0.0)
     schedule = optim.Schedule(optimizer, 1000, 1, 0)
-    precision = runtime.Precision(CPU, amp)
-    progress = Progress(1000, len(loader[0][1]) * accumulate)
+    precision = Precision(CPU, amp)
+    progress = Progress(1000, len(loader[0][1]) * accumulate, 1)
     metrics = engine.train_one_epoch(
         model,
         loader,
-        data.Preparation(CPU, "mnist"),
+        data.Transform(CPU, "mnist"),
         optimizer,
         schedule,
         precision,
@@ -99,7 +103,7 @@ def test_no_sync_holds_the_forward_and_backward_of_all_but_the_last() -> None:
     _, progress, _, _ = train(Spy(), batches(6, 4), accumulate=3, no_sync=no_sync)
     micro = ["(", "forward", "backward", ")"]
     assert events == [*micro, *micro, "forward", "backward"] * 2
-    assert (progress.global_step, progress.samples) == (2, 24)
+    assert (progress.global_step, progress.epoch_samples) == (2, 24)
 
 
 def test_clipping_bounds_the_true_gradient() -> None:
@@ -111,6 +115,14 @@ def test_clipping_bounds_the_true_gradient() -> None:
         moved = [p.detach() - b for p, b in zip(model.parameters(), before, strict=True)]
         norm = torch.cat([m.flatten() for m in moved]).norm()
         assert float(norm) == pytest.approx(0.01, rel=1e-2), amp
+
+
+def test_a_norm_of_0_does_not_clip() -> None:
+    free, unclipped = linear(), linear()
+    unclipped.load_state_dict(free.state_dict())
+    train(free, batches(1, 8), lr=1.0)
+    train(unclipped, batches(1, 8), lr=1.0, max_grad_norm=0.0)
+    assert torch.equal(free[1].weight, unclipped[1].weight)  # type: ignore[index]
 
 
 def test_an_overflow_in_fp16_skips_the_step_and_lowers_the_scale() -> None:
@@ -134,9 +146,9 @@ def test_the_schedule_is_set_for_each_optimizer_step() -> None:
     seen: list[float] = []
 
     class Spy(optim.Schedule):
-        def set(self, images: int) -> None:
-            super().set(images)
-            seen.append(images)
+        def set(self, samples_seen: int) -> None:
+            super().set(samples_seen)
+            seen.append(samples_seen)
 
     original, optim.Schedule = optim.Schedule, Spy  # type: ignore[misc]
     try:
@@ -173,10 +185,10 @@ def test_evaluation_leaves_the_model_as_it_is() -> None:
     model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(784), nn.Linear(784, 10))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     loader = batches(3, 7)
-    metrics = engine.evaluate(
-        model, loader, data.Preparation(CPU, "mnist"), runtime.Precision(CPU, "off")
+    metrics, predictions = engine.evaluate(
+        model, loader, data.Transform(CPU, "mnist"), Precision(CPU, "off")
     )
-    assert metrics.count == 21
+    assert metrics.count == len(predictions) == 21
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
@@ -187,8 +199,8 @@ def test_sums_are_exact_whatever_the_batches() -> None:
     results = []
     for size in (1, 7, 40):
         parts = list(zip(images.split(size), labels.split(size), strict=True))
-        metrics = engine.evaluate(
-            model, parts, data.Preparation(CPU, "mnist"), runtime.Precision(CPU, "off")
+        metrics, _ = engine.evaluate(
+            model, parts, data.Transform(CPU, "mnist"), Precision(CPU, "off")
         )
         results.append((metrics.correct, metrics.count, pytest.approx(metrics.loss, rel=1e-5)))
     assert results[0] == results[1] == results[2]
@@ -205,6 +217,8 @@ def test_learning_rate_scaling() -> None:
     assert optim.scale_lr(0.1, "none", 512, 64) == 0.1
     assert optim.scale_lr(0.1, "linear", 512, 64) == pytest.approx(0.8)
     assert optim.scale_lr(0.1, "sqrt", 256, 64) == pytest.approx(0.2)
+    rates = [optim.scale_lr(0.1, "capped-linear", size, 96) for size in (48, 96, 384, 768, 6144)]
+    assert rates == pytest.approx([0.05, 0.1, 0.4, 0.4, 0.4])
 
 
 def test_the_schedule_warms_up_and_ends_at_zero() -> None:
@@ -220,7 +234,7 @@ def test_the_schedule_warms_up_and_ends_at_zero() -> None:
     schedule.set(3000)
     assert schedule.lr == pytest.approx(1.0)
     short = optim.Schedule(optimizer, epoch_size=1000, epochs=1, warmup_epochs=1)
-    assert short.warmup_images == 300
+    assert short.warmup_samples == 300
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_weights_move() -> None:
@@ -236,12 +250,12 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_move() -> None:
 # Prints how many pages a training step of convnet asks the kernel for, on average.
 PAGE_FAULTS = """
 import resource, torch, models
-from utils import runtime
+from utils.device import setup_device
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
-runtime.setup_device(torch.device("cpu"), 1)
+setup_device(torch.device("cpu"), 1)
 model, images = models.build_model("convnet"), torch.rand(96, 1, 28, 28)
 for step in range(15):
     if step == 5:
@@ -256,3 +270,103 @@ def test_a_step_takes_its_memory_from_the_step_before() -> None:
     assert done.returncode == 0, done.stderr
     # Left to itself, glibc gives back and asks again for some 2,500 pages, 10 MB, in each step.
     assert float(done.stdout) < 500
+
+
+class Branch(nn.Module):
+    """Has a layer that only some steps use: its first gradient comes later than the others'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.late = linear(), nn.Linear(10, 10)
+        self.calls = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.calls += 1
+        outputs = self.stem(images)
+        return outputs + self.late(outputs) if self.calls > 2 else outputs
+
+
+def test_a_layer_may_get_its_first_gradient_late() -> None:
+    model = Branch()
+    before = model.late.weight.detach().clone()
+    optimizer = optim.build_optimizer(model, 0.1, 0.9, 0.0)
+    options = (optimizer, optim.Schedule(optimizer, 1000, 1, 0), Precision(CPU, "off"))
+    transform = data.Transform(CPU, "mnist")
+    engine.train_one_epoch(model, batches(4, 8), transform, *options, Progress(1000, 8, 1))
+    assert not torch.equal(model.late.weight, before)
+
+
+def test_momentum_that_is_there_from_the_start_changes_nothing() -> None:
+    ours, theirs = linear(), linear()
+    optimizer = optim.build_optimizer(ours, 0.1, 0.9, 5e-4)
+    reference = torch.optim.SGD(
+        theirs.parameters(), 0.1, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True
+    )
+    for images, _ in batches(3, 8):
+        for model, step in ((ours, optimizer), (theirs, reference)):
+            step.zero_grad()
+            model(images.float()[:, None]).square().mean().backward()
+            step.step()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_nothing_is_trained_when_only_the_evaluation_is_owed() -> None:
+    model = linear()
+    before = model[1].weight.detach().clone()  # type: ignore[index]
+    optimizer = optim.build_optimizer(model, 0.1, 0.9, 0.0)
+    progress = Progress(1000, 4, 1, max_steps=3, epoch_samples=12, global_step=3)
+    engine.train_one_epoch(
+        model,
+        batches(5, 4),
+        data.Transform(CPU, "mnist"),
+        optimizer,
+        optim.Schedule(optimizer, 1000, 1, 0),
+        Precision(CPU, "off"),
+        progress,
+    )
+    assert progress.global_step == 3
+    assert torch.equal(model[1].weight, before)  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets"),
+    [((8, 1), torch.zeros(8, 1)), ((8, 10), torch.zeros(8, 10)), ((8, 10), torch.zeros(8).int())],
+)
+def test_targets_of_another_kind_are_told(outputs: tuple[int, int], targets: Tensor) -> None:
+    with pytest.raises(UsageError, match="cross-entropy takes class numbers") as caught:
+        models.loss_and_correct(torch.zeros(outputs), targets)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_loss_is_looked_at_before_an_epoch_ends_on_any_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU it is read every so many steps, and an epoch may end in between."""
+    seen: list[Tensor] = []
+
+    class Gpu:
+        device = SimpleNamespace(type="cuda")
+
+        def __call__(self, images: Tensor, labels: Tensor, train: bool) -> tuple[Tensor, Tensor]:
+            seen.append(images)
+            factor = float("nan") if len(seen) == 3 else 1.0
+            return images[:, None].float() * factor, labels
+
+    monkeypatch.setattr(engine, "seed_step", lambda *a: None)
+    monkeypatch.setattr(engine, "Metrics", lambda device, sums=None: Metrics(CPU, sums))
+    model = linear()
+    optimizer = optim.build_optimizer(model, 0.1, 0.9, 0.0)
+    schedule, precision = optim.Schedule(optimizer, 1000, 1, 0), Precision(CPU, "off")
+    progress = Progress(1000, 4, 1, global_step=1)
+    with pytest.raises(engine.NonFiniteLoss, match="the loss is nan at step 6"):
+        engine.train_one_epoch(
+            model,
+            batches(5, 4),
+            Gpu(),
+            optimizer,
+            schedule,
+            precision,
+            progress,  # type: ignore[arg-type]
+        )
+    assert len(seen) == 5, "it was noticed at the end"

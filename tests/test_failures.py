@@ -2,12 +2,15 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.processes import ROOT, Finished, run
 from tests.test_scripts import flags
+
+pytestmark = pytest.mark.long  # who is lost is told when a real time limit has passed
 
 TIMEOUT = 5  # of a collective, seconds
 
@@ -60,7 +63,9 @@ def test_the_rank_that_failed_is_named(
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        pytest.param("batches", "has images [59500, 10000], rank 0 (", marks=pytest.mark.slow),
+        pytest.param(
+            "batches", "has images: [59500, 10000], rank 0 [60000, 10000]", marks=pytest.mark.slow
+        ),
         ("dtype", "rank 1 has 1.weight: float64 (256, 784), rank 0 float32 (256, 784)"),
         pytest.param("frozen", "(256, 784), frozen, rank 0 float32 (", marks=pytest.mark.slow),
     ],
@@ -90,11 +95,13 @@ def test_a_collective_of_one_rank_cannot_corrupt_a_sum(synthetic_dir: Path, tmp_
 OUT_OF_STEP = """
 import sys
 import torch, torch.distributed as dist
-from utils.distributed import largest
+from utils.distributed import AgreedMax
 from utils.metrics import Metrics, OutOfStep
 dist.init_process_group("gloo")
 metrics = Metrics(torch.device("cpu"), [1.0, 2.0, 3.0])
-assert metrics.all_reduce().state() == [2.0, 4.0, 6.0] and largest(dist.get_rank()) == 1
+assert metrics.sum_over_ranks().state() == [2.0, 4.0, 6.0]
+agreed = AgreedMax()
+assert [agreed(dist.get_rank()), agreed(0)] == [0, 1]
 if dist.get_rank() == 1:
     dist.all_reduce(torch.ones({size}, dtype=torch.{dtype}))
 else:
@@ -107,7 +114,7 @@ else:
 
 @pytest.mark.parametrize(
     ("call", "size", "dtype"),
-    [("metrics.all_reduce()", 4, "float64"), ("largest(0)", 3, "int64")],
+    [("metrics.sum_over_ranks()", 4, "float64"), ("agreed(0); agreed(0)", 3, "int64")],
 )
 def test_calls_of_the_same_size_are_told_apart(
     call: str, size: int, dtype: str, tmp_path: Path
@@ -125,3 +132,74 @@ def test_spawn_names_the_rank_that_was_killed(synthetic_dir: Path, tmp_path: Pat
     assert result.returncode == 1
     assert "rank 1" in result.stderr
     assert "SIGKILL" in result.stderr
+
+
+JOINING = ["--rdzv-timeout", 6]
+
+
+@pytest.mark.parametrize(
+    ("how", "when", "rank", "processes", "message"),
+    [
+        ("stall", "data", 1, 2, "rank 0 met rank 1 ("),
+        ("stall", "group", 0, 2, "rank 1 met rank 0 ("),
+        pytest.param("stall", "data", 0, 3, "met rank 0 (", marks=pytest.mark.slow),
+        pytest.param("stall", "group", 1, 3, "met rank 1 (", marks=pytest.mark.slow),
+        pytest.param("stall", "group", 2, 3, "met rank 2 (", marks=pytest.mark.slow),
+        pytest.param("leave", "data", 1, 3, "met rank 1 (", marks=pytest.mark.slow),
+        pytest.param("leave", "group", 1, 2, "rank 0 met rank 1 (", marks=pytest.mark.slow),
+        pytest.param("leave", "group", 0, 2, "rank 1 met rank 0 (", marks=pytest.mark.slow),
+    ],
+)
+def test_who_does_not_come_to_the_process_group_is_named(
+    how: str,
+    when: str,
+    rank: int,
+    processes: int,
+    message: str,
+    synthetic_dir: Path,
+    tmp_path: Path,
+) -> None:
+    """Rank 0's store is that of the group: while it is stopped PyTorch waits without a limit."""
+    result, seconds = go_wrong(how, when, rank, processes, synthetic_dir, tmp_path, *JOINING)
+    assert result.returncode == 1
+    assert message in result.text, result.text
+    healthy = [other for other in range(processes) if other != rank]
+    assert not any(f"met rank {other} (" in result.text for other in healthy), result.text
+    assert "on all ports" not in result.text
+    assert "Exception raised from" not in result.text, "C++ frames"
+    assert seconds < 6 + 5 + 5  # the bound, and torchrun's end on a busy machine
+
+
+@pytest.mark.parametrize(
+    ("how", "processes"), [("stall", 2), pytest.param("kill", 3, marks=pytest.mark.slow)]
+)
+def test_rank_0_does_not_write_the_results(
+    how: str, processes: int, synthetic_dir: Path, tmp_path: Path
+) -> None:
+    """The others have nothing left to do, and nobody else would notice."""
+    timeout = ["--max-steps", 20, "--timeout", TIMEOUT]
+    result, seconds = go_wrong(how, "results", 0, processes, synthetic_dir, tmp_path, *timeout)
+    assert result.returncode == 1
+    assert "rank 1 lost rank 0 (" in result.text
+    assert "after the last step" in result.text
+    assert "Exception raised from" not in result.text, "C++ frames"
+    assert not (tmp_path / "run" / "summary.json").exists()
+    assert seconds < TIMEOUT + 5 + 5
+
+
+def go_wrong(
+    how: str, when: str, rank: int, processes: int, data_dir: Path, folder: Path, *extra: object
+) -> tuple[Finished, float]:
+    """Let one of torchrun's ranks go wrong; return what came of it, and after how many seconds."""
+    flag, launcher = folder / "flag", ["-m", "torch.distributed.run", "--standalone"]
+    arguments = flags(data_dir, folder / "run", "--model", "linear", *extra)
+    result = run(
+        *(sys.executable, *launcher, "--nproc_per_node", processes),
+        *(ROOT / "tests" / "faulty.py", *arguments, "--threads", 1),
+        timeout=90,
+        FAULT=how,
+        FAULT_RANK=str(rank),
+        FAULT_STEP=when,
+        FAULT_FLAG=str(flag),
+    )
+    return result, time.time() - flag.stat().st_mtime

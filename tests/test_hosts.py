@@ -293,7 +293,7 @@ def test_a_host_that_cannot_be_reached(
 def test_the_doctor_finds_names_that_resolve_to_loopback(
     hosts: Callable[..., Hosts], synthetic_dir: Path, tmp_path: Path
 ) -> None:
-    command = row("variables by hand").command.replace("train_ddp.py", "scripts/doctor.py")
+    command = row("variables by hand").command.replace("train_ddp.py", "scripts/tools/doctor.py")
     flags = f"--dataset synthetic --data-dir {synthetic_dir} --threads 1"
     network = hosts(2, resolve=False)
     ended = finish_all(network.launch(Row("", command, nodes=2), flags, tmp_path), 60)

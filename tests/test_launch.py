@@ -1,4 +1,4 @@
-"""Every way to launch train_ddp.py, with the commands of the README's table."""
+"""Every way to launch train_ddp.py, with the commands of the documents' table."""
 
 import os
 import signal
@@ -18,14 +18,18 @@ from tests.processes import (
     Finished,
     environment,
     finish,
+    free_port,
     run,
     script,
+    shell_line,
     start,
     stray_processes,
     summary,
-    torchrun,
 )
-from utils import config, launchers
+from utils import config
+from utils.cluster import launchers
+from utils.cluster.launchers import Launch
+from utils.errors import UsageError
 
 SHORT = "--dataset synthetic --model linear --max-steps 20 --threads 1 --no-progress"
 ONCE = ROOT / "tests" / "crash_once.py"
@@ -33,7 +37,7 @@ ONCE = ROOT / "tests" / "crash_once.py"
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the README's table.
+    """A line of the table in docs/launching.md.
 
     Attributes:
         method: what it is called there.
@@ -48,6 +52,14 @@ class Row:
     nodes: int = 1
     slow: bool = False
 
+    @property
+    def is_script(self) -> bool:
+        return "scripts/" in self.command
+
+    @property
+    def marks(self) -> list[pytest.MarkDecorator]:
+        return [pytest.mark.slow] * self.slow + [pytest.mark.long] * self.is_script
+
 
 LAUNCH_TABLE = [
     Row("torchrun, one node", "torchrun --standalone --nproc_per_node 2 train_ddp.py"),
@@ -60,6 +72,13 @@ LAUNCH_TABLE = [
     Row(
         "torch.distributed.launch, environment",
         "python -m torch.distributed.launch --use_env --nproc_per_node 2 train_ddp.py",
+        slow=True,
+    ),
+    Row(
+        "torch.distributed.launch, several nodes",
+        "python -m torch.distributed.launch --nnodes 2 --node_rank $NODE --master_addr $HOST0"
+        " --master_port $PORT --nproc_per_node 1 train_ddp.py",
+        nodes=2,
         slow=True,
     ),
     Row(
@@ -129,26 +148,28 @@ def row(method: str) -> Row:
     return next(row for row in LAUNCH_TABLE if row.method == method)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def path_of_python() -> str:
     return f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
-def launch(row: Row, flags: str, shared: Path, **extra: str) -> list[subprocess.Popen[str]]:
-    """Start a row's command, with flags added at its end, once for each node on this host."""
+def launch(
+    row: Row, flags: str, shared: Path, literal: bool = True, **extra: str
+) -> list[subprocess.Popen[str]]:
+    """Start a row's command, with flags added at its end, once for each node on this host.
+
+    Args:
+        literal: by a shell; otherwise the same processes are forked.
+    """
     known = {"HOST0": "127.0.0.1", "PORT": str(free_port()), "SHARED": str(shared)}
-    return [
-        start(
-            *("bash", "-c", f"{row.command} {flags}"),
-            **(known | {"NODE": str(node), "PATH": path_of_python()} | extra),
-        )
-        for node in range(row.nodes)
-    ]
+    known |= {"PATH": path_of_python()} | extra
+    line = f"{row.command} {flags}"
+    processes = []
+    for node in range(row.nodes):
+        words, variables = ["bash", "-c", line], known | {"NODE": str(node)}
+        if not literal:
+            words, variables = shell_line(line, **variables)
+        processes.append(start(*words, **variables))
+    return processes
 
 
 def finish_all(processes: list[subprocess.Popen[str]], timeout: float) -> list[Finished]:
@@ -165,7 +186,7 @@ def expected(synthetic_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> s
     """The weights that two processes reach, however they were started."""
     folder = tmp_path_factory.mktemp("expected")
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {folder}"
-    ended = finish_all(launch(row("no launcher, one node"), flags, folder), 60)
+    ended = finish_all(launch(row("no launcher, one node"), flags, folder, literal=False), 60)
     assert ended[0].returncode == 0, ended[0].text
     return summary(folder)["weights_sha256"]
 
@@ -173,16 +194,22 @@ def expected(synthetic_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> s
 @pytest.mark.parametrize(
     "row",
     [
-        pytest.param(row, id=row.method, marks=[pytest.mark.slow] if row.slow else [])
+        pytest.param(row, id=row.method, marks=row.marks)
         for row in LAUNCH_TABLE
         if row.method not in ELSEWHERE
     ],
 )
 def test_every_way_reaches_the_same_weights(
-    row: Row, synthetic_dir: Path, tmp_path: Path, expected: str
+    row: Row,
+    synthetic_dir: Path,
+    tmp_path: Path,
+    expected: str,
+    request: pytest.FixtureRequest,
 ) -> None:
+    """With ``--all`` by the very command; in the quick run the launch scripts alone."""
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
-    for ended in finish_all(launch(row, flags, tmp_path), 90):
+    literal = row.is_script or request.config.getoption("--all")
+    for ended in finish_all(launch(row, flags, tmp_path, literal), 90):
         assert ended.returncode == 0, ended.text
         assert "resource_tracker" not in ended.stderr, "a semaphore was left"
     found = summary(tmp_path / "run")
@@ -273,6 +300,8 @@ def test_what_cannot_work_is_told_in_one_line(
         ("--rank 0 --world-size 2 --nprocs 2", "--nprocs numbers its processes itself"),
         ("--init-method tcp://host", "is not env://, tcp://host:port or file:///path"),
         ("--init-method tcp://host:70000", "is not a port"),
+        (f"--init-method tcp://host:{'9' * 5000}", "is not env://"),
+        ("--init-method a\x1b[31m", r"a\x1b[31m is not env://"),
         ("--nprocs 2 --node-rank 1", "--node-rank 1 is not below --nnodes 1"),
         ("--nnodes 2", "--nnodes and --node-rank go with --nprocs"),
     ],
@@ -296,12 +325,62 @@ def test_flags_that_contradict_each_other(
             {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"},
             "LOCAL_RANK=2 is not below",
         ),
+        ({"RANK": "1" * 5000, "WORLD_SIZE": "2"}, "RANK=1{20} is not a whole number below"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "9" * 5000}, "MASTER_PORT=9{20} is not"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1 is not a whole number"),
+        ({"RANK": "²", "WORLD_SIZE": "2"}, "RANK=² is not a whole number"),
+        (
+            {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"},
+            "SLURM_PROCID is set and SLURM_STEP_NUM_TASKS is not",
+        ),
+        (
+            {"OMPI_COMM_WORLD_RANK": "0"},
+            "OMPI_COMM_WORLD_RANK is set and OMPI_COMM_WORLD_SIZE is not",
+        ),
+        (
+            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
+            | {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            "mpirun over several hosts does not say where rank 0 is",
+        ),
     ],
 )
 def test_variables_that_contradict_each_other(variables: dict[str, str], words: str) -> None:
     args = config.build_parser("ddp", None).parse_args([])
-    with pytest.raises(config.UsageError, match=words):
-        launchers.set_environment(args, dict(variables))
+    with pytest.raises(UsageError, match=words):
+        launchers.read_launch(args, variables)
+
+
+SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, Launch("alone")),
+        # Left over in a shell: nobody keeps a store there.
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True"}, Launch("alone")),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"},
+            Launch("environment", 1, 2),
+        ),
+        (
+            {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+            | {"MASTER_ADDR": "h", "MASTER_PORT": "7", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            | {"TORCHELASTIC_RUN_ID": "none"},
+            Launch("torchrun", 1, 4, 1, 2, "h", 7, True),
+        ),
+        (
+            SLURM | {"MASTER_PORT": "7", "SLURM_STEP_NODELIST": "a[1-2]"},
+            Launch("slurm", 3, 4, 1, None, "a1", 7),
+        ),
+        # Both say a rank: by hand wins over Slurm.
+        (SLURM | {"RANK": "0", "WORLD_SIZE": "1"}, Launch("environment", 0, 1)),
+    ],
+)
+def test_what_a_launcher_says(variables: dict[str, str], expected: Launch) -> None:
+    args = config.build_parser("ddp", None).parse_args([])
+    assert launchers.read_launch(args, variables) == expected
 
 
 @pytest.mark.parametrize(
@@ -318,11 +397,18 @@ def test_the_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
     assert launchers._first_slurm_host({"SLURM_NODELIST": nodes}) == first
 
 
-def test_one_line_for_all_ranks_of_a_launcher(synthetic_dir: Path) -> None:
-    common = ["--dataset", "synthetic", "--data-dir", synthetic_dir, "--backend", "mpi"]
-    ended = run(*torchrun(2, "train_ddp.py", *common), timeout=60)
+@pytest.mark.parametrize("wrong", [["--backend", "mpi"], ["--epochs", "none"]])
+def test_one_line_for_all_ranks_of_torchrun(wrong: list[str]) -> None:
+    """Also where rank 0, which has to say it, is the last to find out."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    script = ["tests/dies.py", "train_ddp.py", *wrong]
+    ended = run(*launcher, "--nproc_per_node", 2, *script, timeout=60, DIES="late")
     assert ended.returncode == 1
     assert len(error_lines(ended)) == 1, ended.text
+
+
+def test_one_line_for_all_ranks_without_a_launcher(synthetic_dir: Path) -> None:
+    common = ["--dataset", "synthetic", "--data-dir", synthetic_dir, "--backend", "mpi"]
     ended = run(*script("train_ddp.py", *common, "--nprocs", 3), timeout=60)
     assert ended.returncode == 2, ended.text
     assert len(error_lines(ended)) == 1, ended.text
@@ -387,6 +473,57 @@ def test_a_stop_signal_ends_the_waiting(number: signal.Signals, synthetic_dir: P
     assert ended.returncode == 128 + number
     assert ended.seconds < 3
     assert f"stopped by {number.name} while waiting" in ended.stderr
+
+
+LATE = """
+import os, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, {root!r})
+late, folder = os.environ["RANK"] == "{late}", Path({folder!r})
+if late:
+    deadline = time.monotonic() + 60
+    while not (folder / "gone").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+import train_ddp
+from utils.cluster import places, rendezvous
+find, call_roll = places.AgentStore.find, rendezvous._call_roll
+def stop(function):
+    def stopped(*args):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return function(*args)
+    return stopped
+if not late:
+    places.AgentStore.find, rendezvous._call_roll = stop(find), stop(call_roll)
+publish_stop = places.AgentStore.publish_stop
+def tell(self, number):
+    publish_stop(self, number)
+    (folder / "gone").touch()
+places.AgentStore.publish_stop = tell
+sys.exit(train_ddp.main())
+"""
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_comes_after_a_stop_signal_stops_too(
+    late: int, synthetic_dir: Path, tmp_path: Path
+) -> None:
+    """Under torchrun, of which one rank gets SIGUSR1 while the other still imports."""
+    (tmp_path / "late.py").write_text(LATE.format(root=str(ROOT), late=late, folder=str(tmp_path)))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
+    arguments = ["--dataset", "synthetic", "--data-dir", synthetic_dir, "--run-dir", tmp_path / "r"]
+    ended = run(sys.executable, *launcher, tmp_path / "late.py", *arguments, cwd=tmp_path)
+    assert ended.returncode == 0, ended.text
+    assert "stopped by SIGUSR1 while waiting" in ended.text
+    assert not (tmp_path / "r").exists()
+
+
+def test_an_interface_that_is_not_there_is_one_line(synthetic_dir: Path, tmp_path: Path) -> None:
+    arguments = ["--dataset", "synthetic", "--data-dir", synthetic_dir, "--run-dir", tmp_path / "r"]
+    arguments += ["--nprocs", 2, "--rdzv-timeout", 20]
+    ended = run(*script("train_ddp.py", *arguments), GLOO_SOCKET_IFNAME="nowhere0")
+    assert ended.returncode == 1
+    (line,) = error_lines(ended)
+    assert "GLOO_SOCKET_IFNAME" in line
 
 
 def test_the_parent_of_spawn_passes_a_signal_on(synthetic_dir: Path) -> None:

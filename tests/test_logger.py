@@ -1,6 +1,7 @@
 """What TensorBoard is given: comparable runs, the flags, and pictures that cover every image."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,18 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-from torch import nn
+from torch.utils.data import DataLoader
 
 import data
 import models
 from tests.processes import ROOT, run, summary
-from utils import answers, config, logger
-from utils.answers import Classifier, answer, confusion_matrix, draw_confusion, draw_mistakes
-from utils.checkpoint import Progress
+from utils import config, logger
+from utils.cluster.run_dir import RunDir
+from utils.cluster.status import Status
+from utils.errors import UserError
 from utils.logger import Logger
-from utils.run_dir import RunDir
-from utils.runtime import Precision
+from utils.metrics import Metrics
+from utils.progress import Progress
 
 CPU = torch.device("cpu")
 TAGS = {"test_images/confusion_matrix", "test_images/mistakes"}
@@ -79,19 +81,22 @@ def test_a_run_shows_in_tensorboard(
         *("test/loss", "test/accuracy"),
         *("train/loss", "train/accuracy", "train/images_per_second"),
     }
-    part = board.SummaryMetadata("_hparams_/experiment").plugin_data.content
-    columns = HParamsPluginData.FromString(part).experiment
-    first = {column.name for column in columns.hparam_infos if column.differs}
-    assert first == set(logger.COMPARED)
-    assert {metric.name.tag for metric in columns.metric_infos} <= set(board.Tags()["scalars"])
+    start = board.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    chosen = HParamsPluginData.FromString(start).session_start_info.hparams
+    assert set(chosen) == set(logger.HPARAMS.split())
+    assert chosen["technique"].string_value == technique
+    # TensorBoard's own list of columns, see the page: made of all runs.
+    assert "_hparams_/experiment" not in board.summary_metadata
 
 
 def build(folder: Path, **options: Any) -> Logger:
-    flags = ["--dataset", "synthetic", "--model", "linear", "--batch-size", "10"]
-    parsed = vars(config.build_parser("single", None).parse_args(flags)) | {"argv": flags}
-    progress = Progress(epoch_size=100, global_batch_size=10)
-    model = models.build_model("linear")
-    return Logger(RunDir(folder, False), "single", parsed, model, CPU, progress, 0.1, **options)
+    words = ["--dataset", "synthetic", "--model", "linear", "--batch-size", "10"]
+    args = config.parse_args("single", None, words)
+    progress = Progress(epoch_size=100, global_batch_size=10, epochs=1)
+    model, flags = models.build_model("linear"), config.flags(args)
+    folder.mkdir(exist_ok=True)
+    run_dir = RunDir(folder, False)
+    return Logger(run_dir, model, CPU, progress, config.facts(args), flags, lr=0.1, **options)
 
 
 def some_images(count: int) -> data.ImageSet:
@@ -100,82 +105,163 @@ def some_images(count: int) -> data.ImageSet:
     return data.ImageSet(images, torch.randint(10, (count,), generator=generator))
 
 
-def show(subject: Logger, test_set: data.ImageSet) -> None:
-    subject.show_answers(test_set)
-    subject.__exit__(None, None, None)
+def end(subject: Logger, loss: float = 1.0) -> None:
+    """Go through the end of a run in which every image was taken for a 3."""
+    predictions = torch.tensor([[3.0, 0.9]] * 30, dtype=torch.float64)
+    sums = [30 * loss, 3.0, 30.0]
+    with subject:
+        subject.log_epoch(Metrics(CPU, sums), Metrics(CPU, sums), predictions, 0.1)
+        subject.progress.end_epoch(sums, sums)
+        subject.complete(some_images(30))
 
 
-def test_one_rank_shows_a_test_set_of_bearable_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def begin(subject: Logger, rates: list[float], loss: float) -> None:
+    """Take steps of a training in which each sample had this loss."""
+    loader: Any = DataLoader(some_images(100), 10, collate_fn=data.keep_batch)
+    with subject:
+        for rate, _ in zip(rates, subject.track(loader), strict=False):
+            subject.progress.step()
+            steps = subject.progress.global_step
+            subject.log_step(Metrics(CPU, [10 * steps * loss, 1.0, 10.0 * steps]), rate)
+
+
+def test_few_steps_are_told_before_the_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    show(build(tmp_path / "0"), some_images(30))
+    with build(tmp_path):
+        told = capsys.readouterr().out.splitlines()
+    [line] = [line for line in told if line.startswith("steps ")]
+    assert line == "steps   10 in all, which is few: raise --epochs or lower --batch-size"
+    many = build(tmp_path)
+    many.progress.epochs = 10
+    with many:
+        assert "\nsteps " not in capsys.readouterr().out
+
+
+def test_the_steps_of_a_training() -> None:
+    for epochs, steps in ((1, 9), (5, 45), (0.5, 4), (1.5, 13), (2.99, 27)):
+        assert Progress(60_000, 6144, epochs).total_steps == steps, epochs
+
+
+RISING, FALLING = [0.1, 0.2, 0.3, 0.4], [0.1, 0.4, 0.3, 0.2, 0.1]
+
+
+@pytest.mark.parametrize(
+    ("rates", "loss", "lines"),
+    [
+        (RISING, 2.3, 0),  # still warming up
+        (FALLING, 2.3, 1),
+        (FALLING, 70.0, 1),
+        (FALLING, 1.5, 0),
+    ],
+)
+def test_a_loss_like_that_of_guessing_names_the_learning_rate_once(
+    rates: list[float],
+    loss: float,
+    lines: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    begin(build(tmp_path, log_every=1, tensorboard=False, show_bar=False), rates, loss)
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == lines
+    for line in told:
+        assert line.startswith(f"warning: the loss is {loss:.2f}, and that of guessing 2.30: ")
+        assert "learning rate, 0.1 at its peak" in line
+
+
+def test_one_rank_reports(tmp_path: Path) -> None:
+    end(build(tmp_path / "0"))
     assert set(events(tmp_path / "0").Tags()["images"]) == TAGS
-    show(build(tmp_path / "1", rank=1), some_images(30))
-    monkeypatch.setattr(logger, "MAX_SHOWN", 29)
-    show(build(tmp_path / "2"), some_images(30))
-    assert not (tmp_path / "1").exists()
-    assert not (tmp_path / "2").exists()
+    assert summary(tmp_path / "0")["peak_memory_bytes"][0] > 0
+    end(build(tmp_path / "1", rank=1))
+    assert list((tmp_path / "1").iterdir()) == []
 
 
 def test_without_pillow_a_run_ends_as_it_would(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
-    show(build(tmp_path), some_images(30))
+    end(build(tmp_path))
     told = capsys.readouterr().err
     assert "pip install --upgrade pillow" in told
     assert len(told.splitlines()) == 1
+    assert summary(tmp_path)["test_count"] == 30
 
 
-def test_answers_are_those_of_the_evaluation() -> None:
-    """In batches of the same size, and where two logits differ in their last bit."""
-
-    class Close(nn.Module):
-        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-            sizes.append(len(pixels))
-            logits = torch.zeros(len(pixels), 10)
-            logits[:, 3], logits[:, 7] = 9.0, torch.tensor(9.0).nextafter(torch.tensor(10.0))
-            return logits
-
-    sizes: list[int] = []
-    probabilities = answer(
-        Classifier(Close(), "mnist", CPU), some_images(1100).images, Precision(CPU, "off")
-    )
-    assert sizes == [500, 500, 100]
-    assert probabilities.shape == (1100, 10)
-    assert probabilities.argmax(1).unique().tolist() == [7]
+def test_a_json_file_never_holds_what_is_not_json(tmp_path: Path) -> None:
+    end(build(tmp_path), loss=float("nan"))
+    assert summary(tmp_path)["test_loss"] is None
+    text = (tmp_path / "metrics.jsonl").read_text() + (tmp_path / "summary.json").read_text()
+    assert "NaN" not in text
 
 
-def test_rows_are_labels_and_columns_answers() -> None:
-    matrix = confusion_matrix(torch.tensor([3, 3, 3, 9]), torch.tensor([3, 5, 5, 9]))
-    assert matrix.shape == (10, 10)
-    counted = {(row, column): int(matrix[row, column]) for row, column in matrix.nonzero().tolist()}
-    assert counted == {(3, 3): 1, (3, 5): 2, (9, 9): 1}
+DAMAGED_LINES = [b"", b"{", b"\xff\xfe garbage", b"[1]", b'{"epoch": "x"}', b"[" * 100_000, b"7"]
 
 
-def test_a_darker_cell_has_more_answers() -> None:
-    matrix = torch.eye(10, dtype=torch.int64) * 1000
-    matrix[3, 5] = 2
-    picture = draw_confusion(matrix)
-
-    def brightness(row: int, column: int) -> int:
-        cell, corner = answers.CELL, 4  # beside the number, which stands in the middle
-        x, y = cell + column * cell + corner, cell + answers.LINE + row * cell + corner
-        return sum(picture.getpixel((x, y)))  # type: ignore[arg-type]
-
-    assert brightness(3, 3) < brightness(3, 5) < brightness(5, 3)
-
-
-def test_the_surest_mistake_comes_first() -> None:
-    images = torch.arange(4, dtype=torch.uint8).mul(60)[:, None, None].expand(4, 28, 28)
-    probabilities = torch.eye(10)[[1, 2, 3, 4]] * torch.tensor([[0.6], [0.9], [0.8], [0.7]])
-    labels = torch.tensor([0, 0, 3, 0])  # the third is right
-    picture = draw_mistakes(images, labels, probabilities, limit=2)
-    tile, y = 28 * answers.SCALE + answers.GAP, 2 * answers.GAP + answers.LINE + 1
-    shown = [picture.getpixel((answers.GAP + i * tile + 1, y)) for i in range(3)]
-    assert shown == [(60, 60, 60), (180, 180, 180), answers.PAPER]
+@pytest.mark.parametrize("damage", DAMAGED_LINES, ids=lambda line: repr(line[:10]))
+def test_a_damaged_line_of_the_metrics_is_dropped(
+    damage: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = [json.dumps({"epoch": epoch}).encode() for epoch in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([good[0], damage, good[1], good[2]]))
+    subject = build(tmp_path)
+    subject.progress.epoch = 2
+    with subject:
+        pass
+    assert (tmp_path / "metrics.jsonl").read_bytes() == good[0] + b"\n" + good[1] + b"\n"
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == (1 if damage else 0), told
 
 
-def test_no_mistake_can_be_drawn_too() -> None:
-    picture = draw_mistakes(some_images(3).images, torch.arange(3), torch.eye(10)[:3], 5)
-    assert picture.height < 60
+@pytest.mark.parametrize("what", ["pipe", "link", "dangling link", "folder"])
+def test_metrics_that_are_no_file_of_their_own_are_refused(what: str, tmp_path: Path) -> None:
+    path, other = tmp_path / "run" / "metrics.jsonl", tmp_path / "other"
+    path.parent.mkdir()
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(other)
+    if what == "link":
+        other.write_text("mine")
+    with pytest.raises(UserError, match="move it away"):
+        end(build(tmp_path / "run"))
+    assert not other.exists() or other.read_text() == "mine"
+
+
+def test_an_error_is_explained_once_and_said_in_the_status(tmp_path: Path) -> None:
+    explained: list[tuple[str, int]] = []
+
+    def explain(error: Exception, step: int) -> Exception:
+        explained.append((str(error), step))
+        return UserError("rank 1 is lost")
+
+    subject = build(tmp_path, explain=explain)
+    subject.progress.global_step = 7
+    with pytest.raises(UserError, match="rank 1 is lost"), subject:
+        raise RuntimeError("connection closed")
+    assert explained == [("connection closed", 7)]
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status["reason"]) == ("failed", "UserError: rank 1 is lost")
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        ("--epochs 3 --init-weights a.pt --seed 1", "--epochs 3 --seed 1"),
+        ("--init-weights=a.pt --resume --run-dir x", ""),
+        ("--run-dir=x --lr 0.1", "--lr 0.1"),
+        ("--init-weights= --lr 0.05", "--lr 0.05"),
+    ],
+)
+def test_the_command_that_continues_runs_as_printed(
+    words: str, left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(sys, "argv", ["train_single.py", *words.split()])
+    command = Status(tmp_path, "single", None).continue_command()
+    start = f"python train_single.py {left}".strip()
+    assert command == f"{start} --run-dir {tmp_path} --resume"
+    config.parse_args("single", None, command.split()[2:])

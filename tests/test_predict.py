@@ -1,5 +1,6 @@
-"""predict.py gives the answers of the training, to image files as people have them, too."""
+"""predict.py predicts what the training's evaluation did, and for image files of any kind, too."""
 
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -12,21 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from torch import nn
 
 import data
-from scripts import predict
 from tests.processes import ROOT, run, script, summary, torchrun
-from utils.answers import answer
-from utils.checkpoint import CheckpointError
-from utils.photo import (
-    MIN_CONTRAST,
-    WORKING_SIZE,
-    InputError,
-    normalise,
-    read_image,
-    resize,
-)
-from utils.runtime import Precision
+from utils.device import Precision
+from utils.weights import CheckpointError
+
+sys.path.insert(0, str(ROOT / "scripts" / "tools"))
+
+import predict
+from photo import MIN_CONTRAST, WORKING_SIZE, InputError, normalise, read_image, resize
 
 CPU = torch.device("cpu")
 DIGITS = 100  # drawn in each form
@@ -95,7 +92,7 @@ def test_as_a_user_calls_it(trained: Path, synthetic_dir: Path, tmp_path: Path) 
         Image.fromarray(enlarged(test_set.images[index], 5)).save(path)
         images.append(path)
     checkpoint, exported = trained / "checkpoints" / "last.pt", tmp_path / "digits.pt2"
-    predict_py = [sys.executable, ROOT / "scripts" / "predict.py", "--threads", 1]
+    predict_py = [sys.executable, ROOT / "scripts" / "tools" / "predict.py", "--threads", 1]
     sheet = ["--mistakes", tmp_path / "sheet.png"]
     first = run(*predict_py, checkpoint, *images, "--test", "--export", exported, *sheet)
     assert first.returncode == 0, first.text
@@ -174,7 +171,8 @@ def test_a_digit_is_known_in_any_form(
     if form in ("as it is", "inverted"):
         assert torch.equal(torch.stack(seen), test_set.images[:DIGITS])
     classifier = predict.load(trained, CPU).classifier
-    given = answer(classifier, torch.stack(seen), Precision(CPU, "off")).argmax(1)
+    precision = Precision(CPU, "off")
+    given = predict.probabilities_of(classifier, torch.stack(seen), precision).argmax(1)
     assert int((given == test_set.labels[:DIGITS]).sum()) >= 0.94 * DIGITS
 
 
@@ -221,11 +219,23 @@ def test_what_cannot_be_used_is_said_in_one_line(
     for name in ("mine", "mlp"):
         state["identity"]["model"] = name
         torch.save(state, tmp_path / f"{name}.pt")
+    state["identity"] = {"model": "mlp", "dataset": "elsewhere"}
+    torch.save(state, tmp_path / "elsewhere.pt")
+    torch.save({"format": 1}, tmp_path / "empty.pt")
     torch.save({"weight": torch.zeros(2)}, tmp_path / "foreign.pt")
     torch.save({"weight": torch.zeros(2)}, tmp_path / "foreign.pt2")
     (tmp_path / "text.png").write_text("no image")
     (tmp_path / "text.pt2").write_text("no archive")
     Image.new("L", (50, 50), 200).save(tmp_path / "blank.png")
+    Image.new("1", (10_000, 10_000)).save(tmp_path / "vast.png")
+    Image.new("RGB", (50, 50)).save(tmp_path / "program.eps")
+    (tmp_path / "program.eps").rename(tmp_path / "program.png")
+    for name, number in (("nan", np.nan), ("inf", np.inf)):
+        pixels = np.zeros((40, 40), np.float32)
+        pixels[20:, 20:], pixels[3, 3] = 200, number
+        Image.fromarray(pixels).save(tmp_path / f"{name}.tiff")
+    for name in ("pipe.png", "pipe.pt", "pipe.pt2"):
+        os.mkfifo(tmp_path / name)
     cases: list[tuple[list[Any], str]] = [
         (["nowhere.pt", "--test"], "nowhere.pt does not exist"),
         (["nowhere.pt2", "--test"], "nowhere.pt2 does not exist"),
@@ -234,12 +244,23 @@ def test_what_cannot_be_used_is_said_in_one_line(
         ([tmp_path / "foreign.pt", "--test"], "foreign.pt is not a checkpoint of this project"),
         ([tmp_path / "foreign.pt2", "--test"], "not a file that --export wrote"),
         ([tmp_path / "text.pt2", "--test"], "not a file that --export wrote"),
+        ([tmp_path / "empty.pt", "--test"], "empty.pt is damaged: its part 'identity' is missing"),
+        ([tmp_path / "elsewhere.pt", "--test"], "was trained on elsewhere: add it to SOURCES"),
+        ([tmp_path / "pipe.pt", "--test"], "pipe.pt is not a file"),
+        ([tmp_path / "pipe.pt2", "--test"], "pipe.pt2 is not a file"),
         ([tmp_path / "mine.pt", "--test"], "add it to MODELS in models.py"),
         ([tmp_path / "mlp.pt", "--test"], "does not fit mlp in models.py: 1.weight is missing"),
         ([trained], "nothing to do"),
         ([trained, tmp_path / "none.png"], "none.png does not exist"),
+        ([trained, tmp_path / "\x1b[31m\n.png"], r"\x1b[31m\n.png does not exist"),
+        ([tmp_path / "\x1b[31m\n.pt", "--test"], r"\x1b[31m\n.pt does not exist"),
         ([trained, tmp_path / "text.png"], "text.png cannot be read as an image"),
         ([trained, tmp_path / "blank.png"], "blank.png shows nothing"),
+        ([trained, tmp_path / "pipe.png"], "pipe.png is not a file"),
+        ([trained, tmp_path / "vast.png"], "vast.png has more than 89,478,485 pixels: shrink it"),
+        ([trained, tmp_path / "program.png"], "program.png is EPS: convert it to PNG"),
+        ([trained, tmp_path / "nan.tiff"], "nan.tiff has pixels that are not finite numbers"),
+        ([trained, tmp_path / "inf.tiff"], "inf.tiff has pixels that are not finite numbers"),
         ([trained, "--export", tmp_path / "x.pt"], "--export writes a FILE.pt2"),
         ([trained, "--export", tmp_path / "none" / "x.pt2"], "cannot write"),
         ([trained, "--test", "--mistakes", tmp_path / "x.doc"], "cannot write"),
@@ -251,6 +272,67 @@ def test_what_cannot_be_used_is_said_in_one_line(
         assert message in told
         assert len(told.splitlines()) == 1, told
         assert told.startswith("predict.py: error: ")
+
+
+@pytest.mark.parametrize("threads", ["-5", "0", "99999999999"])
+def test_a_number_of_threads_that_cannot_be_is_one_line(
+    threads: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        ask("nowhere.pt", "--test", "--threads", threads, monkeypatch=monkeypatch)
+    assert ended.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("predict.py: error: argument --threads: ")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[1]",
+        "[" * 100_000,
+        "no JSON",
+        "a pipe",
+        '{"amp": "none", "data_dir": 5, "test_correct": []}',
+    ],
+)
+def test_a_damaged_args_json_does_not_matter(
+    content: str,
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    (folder / "last.pt").symlink_to(trained / "checkpoints" / "last.pt")
+    for name in ("args.json", "summary.json"):
+        if content == "a pipe":
+            os.mkfifo(tmp_path / "run" / name)
+        else:
+            (tmp_path / "run" / name).write_text(content)
+    Image.fromarray(np.eye(28, dtype=np.uint8) * 255).save(tmp_path / "line.png")
+    status = ask(tmp_path / "run", tmp_path / "line.png", monkeypatch=monkeypatch)
+    told = capsys.readouterr()
+    assert (status, told.err) == (0, "")
+
+
+def test_predictions_are_those_of_the_evaluation() -> None:
+    """In batches of the same size, and where two logits differ in their last bit."""
+
+    class Close(nn.Module):
+        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+            sizes.append(len(pixels))
+            logits = torch.zeros(len(pixels), 10)
+            logits[:, 3], logits[:, 7] = 9.0, torch.tensor(9.0).nextafter(torch.tensor(10.0))
+            return logits
+
+    sizes: list[int] = []
+    images = torch.randint(256, (1100, 28, 28), dtype=torch.uint8)
+    classifier = predict.Classifier(Close(), "mnist", CPU)
+    probabilities = predict.probabilities_of(classifier, images, Precision(CPU, "off"))
+    assert sizes == [500, 500, 100]
+    assert probabilities.shape == (1100, 10)
+    assert probabilities.argmax(1).unique().tolist() == [7]
 
 
 def test_an_exported_file_that_differs_is_refused(

@@ -2,14 +2,20 @@
 
 import gzip
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from tests.processes import run, script
-from utils import profiling
+from tests.processes import ROOT, run, script
+from utils import profiler
+
+sys.path.insert(0, str(ROOT / "scripts" / "tools"))
+
+import phases
 
 MAIN, REPLICAS, AUTOGRAD = 1, (2, 3), 4  # threads
 KEYS = ["data", "forward", "backward", "communication", "optimizer", "gaps"]
@@ -21,14 +27,18 @@ def event(name: str, begin: float, end: float, tid: Any = MAIN, **more: Any) -> 
     return whole | {"args": more}
 
 
-def step(*inside: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a step of 100 us: data 10, forward 30, backward 40, optimizer 10, and the rest."""
+def step(*inside: dict[str, Any], backward_end: float = 80) -> list[dict[str, Any]]:
+    """Return a step of 100 us: data 10, forward 30, backward 40, optimizer 10, and the rest.
+
+    Between loader and forward nothing has a name, nor between the forward and its backward.
+    """
     return [
         event("ProfilerStep#7", 0, 100),
         event("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 0, 5),
-        event("prepare", 5, 10),
-        event("forward", 10, 40),
-        event("backward", 40, 80),
+        event("forward", 10, 36),
+        op("autograd::engine::evaluate_function: NllLossBackward0", 40, 45),
+        op("autograd::engine::evaluate_function: ConvolutionBackward0", 46, 70),
+        op("autograd::engine::evaluate_function: AccumulateGrad", backward_end - 1, backward_end),
         event("Optimizer.step#SGD.step", 80, 88),
         event("Optimizer.zero_grad#SGD.zero_grad", 88, 90),
         *inside,
@@ -47,8 +57,12 @@ def kernel(name: str, begin: float, end: float, launched: float, tid: int = MAIN
     return [launch | {"cat": "cuda_runtime"}, work]
 
 
+def analyse(events: list[dict[str, Any]]) -> dict[str, Any]:
+    return phases.share_out(phases.sort_events(events))
+
+
 def test_phases_and_the_rest() -> None:
-    result = profiling.analyse(step(), 1)
+    result = analyse(step())
     assert list(result["shares"].values()) == [0.1, 0.3, 0.4, 0, 0.1, 0.1]
     assert list(result["shares"]) == KEYS
     assert result["step_seconds"] == pytest.approx(100e-6)
@@ -62,7 +76,7 @@ def test_a_collective_beside_an_operation_is_hidden() -> None:
         event("gloo:all_reduce", 60, 78, tid=9),  # 10 us beside the convolution, 8 after it
         op("c10d::allreduce_", 90, 95),  # the agreement on a stop signal
     )
-    result = profiling.analyse(trace, 1)
+    result = analyse(trace)
     assert result["shares"]["backward"] == 0.32
     assert result["shares"]["communication"] == 0.13
     assert result["shares"]["gaps"] == 0.05
@@ -82,7 +96,7 @@ def test_the_parts_of_dp_and_its_threads() -> None:
         op("aten::conv2d", 24, 32, tid=second),
         event("DataParallel.gather", 36, 40),
     )
-    result = profiling.analyse(trace, 1)
+    result = analyse(trace)
     assert result["communication_parts"] == {"scatter": 0.02, "replicate": 0.08, "gather": 0.04}
     assert result["shares"]["communication"] == result["communication_total"] == 0.14
     assert result["shares"]["forward"] == 0.16
@@ -98,7 +112,7 @@ def test_a_kernel_belongs_to_the_phase_that_launched_it() -> None:
         *kernel("sgd", 91, 99, launched=82),
         event("elsewhere", 0, 100, tid=7, cat="kernel", device=1, correlation=0),
     )
-    result = profiling.analyse(trace, 1)
+    result = analyse(trace)
     assert result["timeline"] == "device"
     assert list(result["shares"].values()) == [0.04, 0.2, 0.4, 0.06, 0.08, 0.22]
     assert result["communication_total"] == 0.16
@@ -113,29 +127,89 @@ def test_the_copies_of_dp_on_a_device() -> None:
         op("autograd::engine::evaluate_function: BroadcastBackward", 60, 70, tid=AUTOGRAD),
         *kernel("ncclDevKernel_Reduce", 66, 70, launched=65, tid=AUTOGRAD),
     )
-    parts = profiling.analyse(trace, 1)["communication_parts"]
+    parts = analyse(trace)["communication_parts"]
     assert parts == {"replicate": 0.06, "reduce": 0.04}
 
 
 def test_only_whole_steps_count() -> None:
     """After the last batch a step begins that never ends."""
     later = [event("ProfilerStep#8", 100, 900), event("forward", 110, 890)]
-    assert profiling.analyse(step() + later, 1)["shares"]["forward"] == 0.3
+    assert analyse(step() + later)["shares"]["forward"] == 0.3
+    with pytest.raises(phases.TraceError, match="no whole step"):
+        phases.sort_events(later)
+
+
+def test_clipping_is_the_optimizers_and_a_norm_of_the_forward_is_not() -> None:
+    trace = step(
+        op("aten::linalg_vector_norm", 12, 14),
+        op("aten::_foreach_norm", 76, 77),
+        op("aten::_foreach_mul_", 78, 79),
+        backward_end=75,
+    )
+    shares = analyse(trace)["shares"]
+    assert (shares["forward"], shares["backward"], shares["optimizer"]) == (0.3, 0.35, 0.14)
+
+
+def test_micro_steps_are_told_apart() -> None:
+    trace = [
+        event("ProfilerStep#7", 0, 100),
+        event("enumerate(DataLoader)#x", 0, 5),
+        event("forward", 10, 20),
+        op("autograd::engine::evaluate_function: A", 25, 40),
+        event("enumerate(DataLoader)#x", 50, 55),
+        event("forward", 60, 70),
+        op("autograd::engine::evaluate_function: A", 75, 90),
+        event("Optimizer.step#SGD.step", 90, 100),
+    ]
+    shares = analyse(trace)["shares"]
+    assert list(shares.values()) == [0.2, 0.3, 0.3, 0, 0.1, 0.1]
+
+
+def test_an_agreement_that_outlasts_its_step_is_no_part_of_the_next_ones_phases() -> None:
+    trace = step(event("gloo:all_reduce", 3, 7, tid=9), event("gloo:all_reduce", 37, 39, tid=9))
+    result = analyse(trace)
+    assert list(result["communication_parts"]) == ["elsewhere"]
+    assert result["shares"]["backward"] == 0.4
+
+
+def test_an_all_reduce_that_ends_the_backward_belongs_to_it() -> None:
+    """With one bucket it begins, on a thread of gloo's, when autograd has nothing left to do."""
+    result = analyse(step(event("gloo:all_reduce", 72, 78, tid=9), backward_end=71))
+    assert result["communication_parts"] == {"in_backward": 0.06}
+    assert result["shares"]["backward"] == 0.32, "from 40 to 78, but for the 6 that it waits"
 
 
 def test_spans() -> None:
-    assert profiling.union([(3, 4), (0, 2), (1, 3)]) == [(0, 4)]
-    assert profiling.subtract([(0, 10)], [(-1, 1), (3, 4), (9, 12)]) == [(1, 3), (4, 9)]
-    assert profiling.subtract([(0, 1), (5, 6)], [(0, 9)]) == []
-    assert profiling.intersect([(0, 5), (7, 9)], [(4, 8)]) == [(4, 5), (7, 8)]
+    assert phases.union([(3, 4), (0, 2), (1, 3)]) == [(0, 4)]
+    assert phases.subtract([(0, 10)], [(-1, 1), (3, 4), (9, 12)]) == [(1, 3), (4, 9)]
+    assert phases.subtract([(0, 1), (5, 6)], [(0, 9)]) == []
+    assert phases.intersect([(0, 5), (7, 9)], [(4, 8)]) == [(4, 5), (7, 8)]
 
 
-def test_a_mark_is_nothing_while_nothing_records() -> None:
-    with profiling.mark("outside") as nothing:
-        assert nothing is None
-    with torch.profiler.profile() as recorded, profiling.mark("ours alone"):
-        torch.ones(1)
-    assert "ours alone" not in {event.key for event in recorded.key_averages()}
+def test_a_model_has_hooks_only_while_steps_are_recorded(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    subject = profiler.StepProfiler(tmp_path, model, torch.device("cpu"), 0)
+    first = profiler.LAST_STEP - profiler.PROFILED_STEPS
+    for steps in range(1, profiler.LAST_STEP + 1):
+        assert bool(model._forward_pre_hooks) == bool(model._forward_hooks) == (steps - 1 >= first)
+        model(torch.ones(1, 2))
+        subject.step(steps)
+    assert not model._forward_pre_hooks
+    assert not model._forward_hooks
+    subject.finish(profiler.LAST_STEP)
+    names = read_trace(tmp_path / "profile" / "rank0.json.gz")
+    assert "forward" in names
+
+
+def test_a_compiled_model_gets_no_hooks(tmp_path: Path) -> None:
+    """They would have it compiled anew, in the middle of what is recorded."""
+    model = nn.Linear(2, 2)
+    model.compile(backend="eager")
+    subject = profiler.StepProfiler(tmp_path, model, torch.device("cpu"), 0)
+    for steps in range(1, profiler.LAST_STEP):
+        subject.step(steps)
+        assert not model._forward_pre_hooks
+    subject.finish(profiler.LAST_STEP)
 
 
 def read_trace(path: Path) -> set[str]:
@@ -144,6 +218,10 @@ def read_trace(path: Path) -> set[str]:
 
 
 def check_result(run_dir: Path, steps: int) -> dict[str, Any]:
+    told = run(sys.executable, ROOT / "scripts" / "tools" / "trace.py", run_dir)
+    assert told.returncode == 0, told.text
+    assert told.stdout.startswith(f"{run_dir}: profile of {steps} steps, ")
+    assert "communication" in told.stdout
     result = json.loads((run_dir / "profile.json").read_text())
     assert result["steps"] == steps
     assert result["step_seconds"] > 0
@@ -156,15 +234,21 @@ def check_result(run_dir: Path, steps: int) -> dict[str, Any]:
     return result
 
 
-MARKS = {"prepare", "forward", "backward", "Optimizer.step#SGD.step"}
+NAMES = {"forward", "Optimizer.step#SGD.step", "Optimizer.zero_grad#SGD.zero_grad"}
 REPLICATION = {"scatter", "replicate", "gather"}
 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "extra", "names", "parts"),
     [
-        ("single", 1, ["--num-workers", 1, "--max-grad-norm", 5], {"clip_grad_norm"}, set()),
-        ("dp", 1, [], {"DataParallel.forward", "DataParallel.parallel_apply"}, REPLICATION),
+        ("single", 1, ["--num-workers", 1, "--max-grad-norm", 5], {"aten::_foreach_norm"}, set()),
+        (
+            "dp",
+            1,
+            [],
+            {"DataParallel.forward", "DataParallel.scatter", "DataParallel.gather"},
+            REPLICATION,
+        ),
         (
             "ddp",
             2,
@@ -199,7 +283,7 @@ def test_a_profiled_run(
     result = run(*script(f"train_{name}.py", *flags, *extra))
     assert result.returncode == 0, result.text
     assert result.stdout.count("profile of 10 steps") == 1, "rank 0 alone prints, and once"
-    assert "communication" in result.stdout
+    assert not (tmp_path / "run" / "profile.json").exists(), "the training only records"
     assert "ERROR" not in result.text, "Kineto misses the GPU"
     facts = check_result(tmp_path / "run", 10)
     if parts is not None:
@@ -210,7 +294,7 @@ def test_a_profiled_run(
     assert traces == [f"rank{rank}.json.gz" for rank in range(ranks)]
     for trace in traces:
         found = read_trace(tmp_path / "run" / "profile" / trace)
-        assert found >= MARKS | names
+        assert found >= NAMES | names
         assert any(word.startswith("enumerate(DataLoader)#") for word in found)
         assert sum(word.startswith("ProfilerStep#") for word in found) == 10
 
@@ -250,10 +334,54 @@ def test_short_epochs_and_resumed_ones(synthetic_dir: Path, tmp_path: Path) -> N
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "profile").write_text("a file in the place of the folder")
-    profiler = profiling.StepProfiler(tmp_path, torch.device("cpu"), 0)
-    for steps in range(1, profiling.LAST_STEP + 1):
-        profiler.step(steps)
-    profiler.finish(profiling.LAST_STEP)
-    assert profiler.report.startswith("profile: ")
-    assert "could not be written" in profiler.report
-    assert len(profiler.report.splitlines()) == 1
+    subject = profiler.StepProfiler(tmp_path, nn.Linear(2, 2), torch.device("cpu"), 0)
+    for steps in range(1, profiler.LAST_STEP + 1):
+        subject.step(steps)
+    subject.finish(profiler.LAST_STEP)
+    assert subject.report.startswith("profile: ")
+    assert "could not be written" in subject.report
+    assert len(subject.report.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "does not exist: train with --profile"),
+        (b"no archive", "is not a trace of --profile"),
+        (gzip.compress(b"no JSON"), "is not a trace of --profile"),
+        (gzip.compress(b"[1]"), "is not a trace of --profile"),
+        (gzip.compress(b"[" * 100_000), "is not a trace of --profile"),
+        (gzip.compress(b'{"traceEvents": [{"ph": "X"}]}'), "is not a trace of --profile"),
+        (gzip.compress(b'{"traceEvents": []}'), "the trace holds no step"),
+        (gzip.compress(b'{"traceEvents": []}')[:-9], "is not a trace of --profile"),
+    ],
+    ids=[
+        "missing",
+        "no archive",
+        "no JSON",
+        "a list",
+        "too deep",
+        "no times",
+        "no step",
+        "truncated",
+    ],
+)
+def test_without_a_trace_of_use_the_tool_says_so_in_one_line(
+    content: bytes | None,
+    message: str,
+    tmp_path: Path,
+) -> None:
+    if content is not None:
+        (tmp_path / "profile").mkdir()
+        (tmp_path / "profile" / "rank0.json.gz").write_bytes(content)
+    with pytest.raises(phases.TraceError, match=message) as told:
+        phases.analyse(tmp_path)
+    assert len(str(told.value).splitlines()) == 1
+    assert told.value.exit_status == 2
+
+
+def test_the_tool_ends_with_one_line_where_there_is_no_trace(tmp_path: Path) -> None:
+    told = run(sys.executable, ROOT / "scripts" / "tools" / "trace.py", tmp_path)
+    assert told.returncode == 2, told.text
+    assert told.stderr.startswith("trace.py: error: ")
+    assert len(told.stderr.splitlines()) == 1

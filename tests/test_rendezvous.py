@@ -1,32 +1,41 @@
-"""The roll call: who is missing, who is there twice, and who does not belong to this job."""
+"""The meeting: who is missing, who is there twice, and who does not belong to this job."""
 
 import json
+import os
+import shlex
 import socket
 import threading
 import time
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.processes import finish, script, start
 from tests.test_launch import error_lines, free_port
-from utils import rendezvous, signals
-from utils.rendezvous import Address, File, Member, RendezvousError
+from utils.cluster import rendezvous, signals
+from utils.cluster.members import Member
+from utils.cluster.places import Address, File
+from utils.cluster.rendezvous import RendezvousError
 
 Outcome = list[Member] | Exception
+stores: list[dist.Store] = []  # of the test that runs: rank 0's has to outlast the meeting
+
+
+@pytest.fixture(autouse=True)
+def no_store_is_left() -> Iterator[None]:
+    yield
+    stores.clear()
 
 
 def attend(place: Address, own: Member, outcomes: list[Outcome]) -> None:
     try:
-        if own.rank == 0:
-            word = "word" if place.is_published else ""
-            with rendezvous.open_roll(place, own, word) as listener:
-                outcomes.append(rendezvous.call_roll(listener, word, own, place.hint()))
-                place.withdraw()
-        else:
-            outcomes.append(rendezvous.answer_roll(place, own)[2])
+        store, members = rendezvous.meet(place, own)
+        stores.append(store)
+        outcomes.append(members)
     except Exception as error:
         outcomes.append(error)
 
@@ -45,8 +54,9 @@ def meet(place: Address, *members: Member, pause: float = 0.0) -> tuple[list[Out
     return outcomes, time.monotonic() - begin
 
 
-def member(rank: int, world_size: int, patience: float = 5.0, **more: Any) -> Member:
-    return Member(rank, world_size, patience=patience, pid=1000 + rank, **more)
+def member(rank: int, world_size: int, wait_seconds: float = 5.0, **more: Any) -> Member:
+    own = {"wait_seconds": wait_seconds, "pid": 1000 + rank}
+    return Member(rank, world_size, **(own | more))
 
 
 def messages(outcomes: list[Outcome]) -> set[str]:
@@ -76,7 +86,7 @@ def test_rank_0_may_come_last(place: Address) -> None:
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_the_missing_are_named(place: Address, order: tuple[int, int]) -> None:
     """Both end at the first one's deadline: the world cannot get complete any more."""
-    members = [member(rank, 4, patience=1.5) for rank in order]
+    members = [member(rank, 4, wait_seconds=1.5) for rank in order]
     outcomes, seconds = meet(place, *members, pause=0.5)
     (text,) = messages(outcomes)
     name = socket.gethostname()
@@ -95,17 +105,10 @@ def test_rank_0_is_missing(place: Address) -> None:
     assert seconds < 2.5
 
 
-def test_the_address_is_that_of_another_machine() -> None:
-    outcomes, _ = meet(Address("192.0.2.77", free_port()), member(0, 2, 0.5))
-    (text,) = messages(outcomes)
-    assert "192.0.2.77 is not an address of this host" in text
-
-
 @pytest.mark.parametrize("claimed", [0, 1])
 def test_two_claim_one_rank(place: Address, claimed: int) -> None:
-    ranks = [1, 0, claimed]
-    members = [member(rank, 3) for rank in ranks]
-    # Rank 1 tries every 0.1 s: it is there when the second claim comes.
+    members = [member(rank, 3, pid=pid) for rank, pid in [(1, 7), (0, 8), (claimed, 9)]]
+    # Rank 1 tries again and again: it is there when the second claim comes.
     outcomes, seconds = meet(place, *members, pause=0.4)
     assert len(outcomes) == 3
     (text,) = messages(outcomes)
@@ -115,7 +118,8 @@ def test_two_claim_one_rank(place: Address, claimed: int) -> None:
 
 
 def test_two_claim_rank_0_by_file(tmp_path: Path) -> None:
-    outcomes, _ = meet(File(str(tmp_path / "f")), member(0, 2), member(0, 2), pause=0.3)
+    place = File(str(tmp_path / "f"))
+    outcomes, _ = meet(place, member(0, 2), member(0, 2, pid=9), pause=0.3)
     (text,) = messages(outcomes)
     assert "two processes claim rank 0" in text
 
@@ -130,31 +134,161 @@ def test_two_claim_rank_0_by_file(tmp_path: Path) -> None:
 )
 def test_who_differs_is_told_at_once(place: Address, other: dict[str, Any], words: str) -> None:
     facts = {"torch": "2.13", "model": "linear"}
-    second = Member(1, **({"world_size": 3, "facts": facts, "patience": 20.0} | other))
+    second = Member(1, **({"world_size": 3, "facts": facts, "wait_seconds": 20.0} | other))
     outcomes, seconds = meet(place, member(0, 3, 20.0, facts=facts), second)
     (text,) = messages(outcomes)
     assert words in text
     assert seconds < 3
 
 
-def test_a_rank_that_starts_again_takes_its_place(place: Address) -> None:
-    """A launcher restarts a rank while the others wait: this is no second claim."""
+def connect(place: Address) -> dist.TCPStore:
+    """Connect as anybody can who reaches the port, once rank 0 listens."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection((place.host, place.port)).close()
+            return dist.TCPStore(place.host, place.port, None, False, wait_for_workers=False)
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_a_rank_that_starts_again_is_refused_in_one_line(place: Address) -> None:
+    """A rank is started again by hand while the others wait."""
+    outcomes, _ = meet(place, member(0, 3), member(1, 3), member(1, 3, pid=9), pause=0.3)
+    (text,) = messages(outcomes)
+    assert "two processes claim rank 1: " in text
+    assert "or one rank was started again: restart all" in text
+
+
+def claim(**changes: Any) -> str:
+    return json.dumps(vars(member(1, 2)) | changes)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[" * 60_000,
+        "not json",
+        "[1]",
+        "null",
+        '{"rank": 1}',
+        '{"rank":1,"world_size":2,"facts":null}',
+        "9" * 5000,
+        "x" * 3_000_000,
+        *(claim(rank=rank) for rank in (10**9, -1, 1.5, True, "1", None, [1])),
+        *(claim(world_size=size) for size in (0, -2, 2.5, "2", 10**12)),
+        *(
+            claim(facts=facts)
+            for facts in ([], {"model": [1]}, {"model": 1}, {"a" * 300: "1"}, {"a": "\x1b[2J"})
+        ),
+        *(claim(wait_seconds=wait) for wait in ("1", None, float("inf"), float("nan"), 10**400)),
+        *(claim(host=name) for name in ("\x1b[2Jhost", "a" * 300, 7, "two\nlines")),
+        *(claim(cores=cores) for cores in (3, None, "f" * 5000)),
+        *(claim(pid=pid) for pid in (-1, 1.5, "1", 2**40)),
+        *(claim(gpus=gpus) for gpus in ("GPU", [1], None, 3)),
+        *(claim(local_rank=number) for number in (-2, "0", 0.5, None)),
+        claim(unknown=1),
+    ],
+    ids=lambda said: said[:40],
+)
+def test_a_claim_that_no_rank_makes_is_ignored(said: str, place: Address) -> None:
     outcomes: list[Outcome] = []
-    threads = [
-        threading.Thread(target=attend, args=(place, member(rank, 3), outcomes)) for rank in (0, 1)
-    ]
-    threads[0].start()
-    time.sleep(0.3)
-    with socket.create_connection((place.host, place.port)) as first_life:
-        first_life.recv(100)
-        first_life.sendall(json.dumps(vars(member(1, 3))).encode() + b"\n")
-        time.sleep(0.3)
-    time.sleep(0.3)
-    threads[1].start()
-    attend(place, member(2, 3), outcomes)
-    for thread in threads:
-        thread.join(10)
+    thread = threading.Thread(target=attend, args=(place, member(0, 2), outcomes))
+    thread.start()
+    connect(place).queue_push("claims", said)
+    time.sleep(0.2)
+    assert outcomes == []
+    attend(place, member(1, 2), outcomes)
+    thread.join(10)
     assert all(isinstance(outcome, list) for outcome in outcomes), outcomes
+    assert len(outcomes) == 2
+
+
+def disturb_verdict(store: dist.TCPStore) -> None:
+    store.set("verdict_read", "no number")
+
+
+def disturb_keys(store: dist.TCPStore) -> None:
+    store.set("claims", "no queue")
+    store.set("nonce", "another")
+    for number in range(1000):
+        store.set(f"key {number}", "x" * 1000)
+
+
+def flood_claims(store: dist.TCPStore) -> None:
+    for _ in range(3000):
+        store.queue_push("claims", "[]")
+
+
+@pytest.mark.parametrize("disturb", [disturb_verdict, disturb_keys, flood_claims])
+def test_who_writes_into_the_store_does_not_end_the_meeting(
+    disturb: Callable[[dist.TCPStore], None], place: Address
+) -> None:
+    outcomes: list[Outcome] = []
+    thread = threading.Thread(target=attend, args=(place, member(0, 2), outcomes))
+    thread.start()
+    disturb(connect(place))
+    attend(place, member(1, 2), outcomes)
+    thread.join(10)
+    assert all(isinstance(outcome, list) for outcome in outcomes), outcomes
+
+
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        "[" * 60_000,
+        "[]",
+        "null",
+        '{"problem": "", "members": [{"rank": 0}]}',
+        '{"problem": "", "members": []}',
+        '{"problem": 7, "members": []}',
+        '{"problem": "\\u001b[2Jgone", "members": []}',
+    ],
+)
+def test_a_verdict_that_rank_0_does_not_give(verdict: str, place: Address) -> None:
+    """One line, within the time, and nothing of it raw on the terminal."""
+    server = dist.TCPStore(place.host, place.port, None, True, wait_for_workers=False)
+    outcomes: list[Outcome] = []
+    thread = threading.Thread(target=attend, args=(place, member(1, 2, 2.0), outcomes))
+    thread.start()
+    time.sleep(0.5)
+    server.set("verdict", verdict)
+    thread.join(10)
+    (text,) = messages(outcomes)
+    assert text.isprintable()
+
+
+@pytest.mark.long
+def test_a_flood_of_connections(synthetic_dir: Path, place: Address) -> None:
+    """400 connections with 256 descriptors: rank 0 ends in time, with one line."""
+    flags = ["--dataset", "synthetic", "--data-dir", synthetic_dir, "--rdzv-timeout", 8]
+    flags += ["--rank", 0, "--world-size", 2, "--init-method", f"tcp://{place}"]
+    command = shlex.join(str(part) for part in script("train_ddp.py", *flags))
+    process = start("bash", "-c", f"ulimit -n 256; exec {command}")
+    flood = []
+    try:
+        connect(place)
+        begin = time.monotonic()
+        for _ in range(400):
+            with suppress(OSError):
+                flood.append(socket.create_connection((place.host, place.port), timeout=1))
+        assert len(flood) > 256
+        ended = finish(process, 40, begin)
+    finally:
+        for connection in flood:
+            connection.close()
+    assert ended.returncode == 1
+    assert ended.seconds < 25
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr
+    assert "missing: 1." in error_lines(ended)[0]
+
+
+def test_a_world_of_five_million_is_told_in_a_short_line(place: Address) -> None:
+    (text,) = messages(meet(place, member(0, 5_000_000, 0.5))[0])
+    assert "1 of 5000000 ranks are here" in text
+    assert "missing: 1, 2, 3, 4, 5, 6, 7, 8 and 4999991 more." in text
+    assert len(text) < 400
 
 
 @pytest.mark.parametrize("said", [b"", b"SSH-2.0-OpenSSH_9\r\n", b"\xff\xfe\x00 garbage\n"])
@@ -171,7 +305,7 @@ def test_another_program_has_the_port(said: bytes, place: Address) -> None:
     kept: list[socket.socket] = []
     with closing(socket.create_server((place.host, place.port))) as listener:
         threading.Thread(target=serve, args=(listener,), daemon=True).start()
-        outcomes, seconds = meet(place, member(0, 2, 2.0), member(1, 2, 2.0))
+        outcomes, seconds = meet(place, member(0, 2, 1.0), member(1, 2, 1.0))
         listener.shutdown(socket.SHUT_RDWR)
     texts = messages(outcomes)
     assert any("cannot listen on port" in text and "another program" in text for text in texts)
@@ -179,14 +313,26 @@ def test_another_program_has_the_port(said: bytes, place: Address) -> None:
     assert seconds < 5
 
 
-def test_strangers_do_not_disturb_the_roll_call(place: Address) -> None:
+def test_raw_bytes_at_the_port_do_no_harm(place: Address) -> None:
     outcomes: list[Outcome] = []
     thread = threading.Thread(target=attend, args=(place, member(0, 2), outcomes))
     thread.start()
-    time.sleep(0.3)
-    for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"rank": 1}\n', b"\0" * 5000):
-        with socket.create_connection((place.host, place.port)) as line:
-            line.sendall(said)
+    connect(place)
+    magic = b"\0" + (0x3C85F7CE).to_bytes(4, "little")  # how a client of the store begins
+    for said in (
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"[" * 60_000 + b"\n",
+        b'{"rank":1,"world_size":2,"facts":null}\n',
+        b"\0" * 5000,
+        b"\xff" * 100_000,
+        b"x" * 2_000_000,  # a line without an end
+        magic,
+        magic + b"\1" + b"\xff" * 8,
+        magic + os.urandom(1000),
+    ):
+        with suppress(OSError), socket.create_connection((place.host, place.port)) as connection:
+            connection.sendall(said)
     attend(place, member(1, 2), outcomes)
     thread.join(10)
     assert all(isinstance(outcome, list) for outcome in outcomes), outcomes
@@ -206,11 +352,12 @@ def test_a_stop_signal_ends_the_waiting(place: Address, monkeypatch: pytest.Monk
     timer = threading.Timer(0.5, lambda: monkeypatch.setattr(signals, "_received", 15))
     timer.start()
     outcomes, seconds = meet(place, member(0, 3, 60.0), member(1, 3, 60.0))
-    assert {type(outcome) for outcome in outcomes} == {rendezvous.Stopped}
+    assert {type(outcome) for outcome in outcomes} == {signals.Stopped}
     assert {getattr(outcome, "exit_status", None) for outcome in outcomes} == {143}
     assert seconds < 3
 
 
+@pytest.mark.long
 def test_the_incomplete_world_for_real(synthetic_dir: Path) -> None:
     """WORLD_SIZE=4, two processes: both end in time, and both name the two who never came."""
     common = ["--dataset", "synthetic", "--data-dir", synthetic_dir, "--rdzv-timeout", 10]

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from tests.processes import ROOT, run
 
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "scripts" / "tools"))
 
 import alpha_beta as model
 from alpha_beta import Link, Work
 
-SCALING = ROOT / "scripts" / "scaling.py"
+SCALING = ROOT / "scripts" / "tools" / "scaling.py"
 LINK = Link(10e-6, 1e9, "by hand")  # 10 us, a byte per nanosecond
 WORK = Work(per_image=1e-3, fixed=2e-3, parameters=250_000)  # a megabyte of gradients
 DEVICES = st.integers(1, 4096)

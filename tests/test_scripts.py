@@ -23,13 +23,15 @@ CONTRACT = {
     *("weights_sha256", "torch_version", "resumed_from"),
 }
 # Dropout, momentum, augmentation and, at 0.25 MB, several gradient buckets.
-HARD = ["--model", "basic", "--max-steps", 12, "--save-every-steps", 5, "--seed", 3]
+HARD = ["--max-steps", 12, "--save-every-steps", 5, "--seed", 3]
 
 
 def command(technique: str, processes: int, *flags: Any) -> list[Any]:
     """Return a training command on so many devices."""
     if technique == "ddp":
         return torchrun(processes, "train_ddp.py", *flags)
+    if technique == "spawn":
+        return script("train_ddp.py", "--nprocs", processes, *flags)
     if technique == "dp":
         return script("train_dp.py", "--replicas", processes, *flags)
     return script("train_single.py", *flags)
@@ -84,7 +86,16 @@ def test_ddp_alone_is_a_world_of_one(synthetic_dir: Path, tmp_path: Path) -> Non
 def trained(synthetic_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was left after the last step of its only epoch, before the evaluation."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    extra = ["--batch-size", 6000, "--save-every-steps", 10, "--lr-scaling", "none"]
+    extra = [
+        "--model",
+        "mlp",
+        "--batch-size",
+        6000,
+        "--save-every-steps",
+        10,
+        "--lr-scaling",
+        "none",
+    ]
     succeed(run(*script("train_single.py", *flags(synthetic_dir, folder, *extra)), timeout=120))
     os.replace(folder / "checkpoints" / "step-00000010.pt", folder / "checkpoints" / "last.pt")
     (folder / "status.json").write_text(json.dumps({"state": "stopped", "technique": "single"}))
@@ -109,9 +120,8 @@ def test_every_test_image_counts_once_at_any_world_size(
     """10,000 divides by neither 3, 6 nor 7; the same checkpoint has to get the same score."""
     expected = summary(trained)["test_correct"]
     shutil.copytree(trained, tmp_path / "run")
-    succeed(
-        run(*command(technique, processes, *flags(synthetic_dir, tmp_path / "run", "--resume")))
-    )
+    arguments = flags(synthetic_dir, tmp_path / "run", "--model", "mlp", "--resume")
+    succeed(run(*command(technique, processes, *arguments)))
     facts = summary(tmp_path / "run")
     assert (facts["test_correct"], facts["test_count"]) == (expected, 10_000)
     assert facts["global_step"] == 10, "nothing was trained on the way"
@@ -152,16 +162,20 @@ def final_state(run_dir: Path) -> tuple[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(
-    ("technique", "processes"),
-    [("single", 1), pytest.param("ddp", 2, marks=pytest.mark.slow)],
+    ("technique", "processes", "model"),
+    [
+        ("single", 1, "convnet"),
+        pytest.param("single", 1, "basic", marks=pytest.mark.slow),
+        pytest.param("ddp", 2, "basic", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_stopped_in_mid_epoch_ends_as_if_undisturbed(
-    technique: str, processes: int, synthetic_dir: Path, tmp_path: Path
+    technique: str, processes: int, model: str, short_dir: Path, tmp_path: Path
 ) -> None:
-    hard = [*HARD, *(["--bucket-cap-mb", 0.25] if technique == "ddp" else [])]
-    succeed(run(*command(technique, processes, *flags(synthetic_dir, tmp_path / "a", *hard))))
+    hard = ["--model", model, *HARD, *(["--bucket-cap-mb", 0.25] if technique == "ddp" else [])]
+    succeed(run(*command(technique, processes, *flags(short_dir, tmp_path / "a", *hard))))
 
-    process = start(*command(technique, processes, *flags(synthetic_dir, tmp_path / "b", *hard)))
+    process = start(*command(technique, processes, *flags(short_dir, tmp_path / "b", *hard)))
     checkpoint = tmp_path / "b" / "checkpoints" / "last.pt"
     deadline = time.monotonic() + 60
     while not checkpoint.exists() and time.monotonic() < deadline:
@@ -176,7 +190,7 @@ def test_a_run_stopped_in_mid_epoch_ends_as_if_undisturbed(
     launcher = "torchrun --standalone --nproc_per_node 2" if processes == 2 else "python"
     assert status["continue"].startswith(f"{launcher} train_{technique}.py --threads 1 ")
 
-    again = [*flags(synthetic_dir, tmp_path / "b", *hard), "--resume"]
+    again = [*flags(short_dir, tmp_path / "b", *hard), "--resume"]
     succeed(run(*command(technique, processes, *again)))
     assert final_state(tmp_path / "b") == final_state(tmp_path / "a")
 
@@ -189,7 +203,7 @@ def test_what_is_not_needed_is_not_loaded(synthetic_dir: Path, tmp_path: Path) -
         "assert train_single.main() == 0\n"
         "print('loaded:', [m for m in ('torchvision', 'tensorboard', 'PIL') if m in sys.modules])"
     )
-    assert "loaded: []" in succeed(run(sys.executable, "-c", code)).stdout
+    assert "loaded: []" in succeed(run(sys.executable, "-c", code, real=True)).stdout
 
 
 def test_a_run_directory_is_not_overwritten(synthetic_dir: Path, tmp_path: Path) -> None:
