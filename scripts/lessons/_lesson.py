@@ -82,17 +82,23 @@ def run_ranks(
     return outcomes
 
 
+def _meet(store: dist.Store, place: str, rank: int, world_size: int) -> None:
+    store.set(f"{place}/{rank}", "")
+    store.wait([f"{place}/{i}" for i in range(world_size)], timedelta(seconds=30))
+
+
 def _rank(pipe: Any, folder: str, timeout: float | None, work: Any, *args: Any) -> None:
     rank, world_size = args[:2]
     if timeout is not None:
         store = dist.FileStore(f"{folder}/store", world_size)
         # Starting up is not to count against a timeout that a lesson makes short on purpose.
-        store.set(f"here/{rank}", "")
-        store.wait([f"here/{i}" for i in range(world_size)], timedelta(seconds=30))
+        _meet(store, "started", rank, world_size)
         limit = timedelta(seconds=timeout)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=limit
         )
+        # Nor may a rank whose work is short be gone before the others have their connections.
+        _meet(store, "connected", rank, world_size)
     try:
         outcome = Outcome(rank, work(*args))
     except Exception as error:
