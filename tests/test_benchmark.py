@@ -390,7 +390,7 @@ def test_waiting_is_measured_alone_and_in_company(tmp_path: Path, synthetic_dir:
     alone, *rows = [line.split() for line in ended.stdout.splitlines()]
     assert " ".join(alone) == "alone, images/s of each median (range) ratio"
     assert rows[0][:4] == ["GOMP_SPINCOUNT=300000", "1,000", "(1,000-1,000)", "1.00"]
-    default = "the scripts' default".split()
+    default = ["the", "scripts'", "default"]
     assert rows[1] == ["GOMP_SPINCOUNT=10000", "2,000", "(2,000-2,000)", "2.00", *default]
     assert rows[2] == ["OMP_WAIT_POLICY=PASSIVE", "3,000", "(3,000-3,000)", "3.00"]
     assert rows[3][:3] == ["beside", "2", "others,"]
