@@ -56,7 +56,7 @@ class Job:
     ) -> None:
         self.store, self.rank, self.members = store, rank, members
         self.rdzv_timeout = rdzv_timeout
-        self.is_explaining = False
+        self.has_failed = False  # this rank: it tells by itself what is wrong
         # Slurm and mpirun may give each rank cores of its own.
         places = [(member.host, member.cores) for member in members]
         self.ranks_sharing_cores = places.count(places[rank])
@@ -78,19 +78,19 @@ class Job:
 
     def _watch(self) -> None:
         deadline, is_called = time.monotonic() + self.rdzv_timeout, False
-        while not is_called and time.monotonic() < deadline:
+        while not is_called and time.monotonic() < deadline and self._is_joining():
             time.sleep(2 * POLL_SECONDS)
-            if dist.is_initialized() or self.is_explaining:
-                return
             with suppress(OSError, RuntimeError):
                 left = deadline - time.monotonic()
                 is_called = call_within(left, self.store.check, ["roll_call"])
-        if dist.is_initialized() or self.is_explaining:  # meanwhile
-            return
-        error = self._explain_joining(f"after {self.rdzv_timeout:.0f} s")
-        if not self.is_explaining:
-            os.write(2, f"{Path(sys.argv[0]).name}: error: {error}\n".encode())
-            os._exit(error.exit_status)
+        if self._is_joining():
+            error = self._explain_joining(f"after {self.rdzv_timeout:.0f} s")
+            if not self.has_failed:
+                os.write(2, f"{Path(sys.argv[0]).name}: error: {error}\n".encode())
+                os._exit(error.exit_status)
+
+    def _is_joining(self) -> bool:
+        return not (dist.is_initialized() or self.has_failed)
 
     def explain(self, error: Exception, step: int | None = None) -> Exception:
         """Return a ``LostRank`` in the place of a backend's error, and any other error as it is.
@@ -102,7 +102,7 @@ class Job:
         is_of_gloo = any(words in str(error) for words in OF_GLOO)
         if len(self.members) == 1 or not (is_of_gloo or isinstance(error, dist.DistError)):
             return error
-        self.is_explaining = True
+        self.has_failed = True
         reason = re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0]).partition(". ")[0]
         if not dist.is_initialized():
             return self._explain_joining(reason)
@@ -184,7 +184,7 @@ class Job:
 
     def publish_failure(self, error: Exception) -> None:
         """Tell the ranks that are going to miss this one why."""
-        self.is_explaining = True
+        self.has_failed = True
         line = str(error) if isinstance(error, UserError) else describe(error)
         # Who waits for the process group looks for a roll call.
         keys = [f"failed/{self.rank}", "roll_call"]
