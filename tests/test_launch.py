@@ -495,8 +495,8 @@ def stop(function):
 if not late:
     places.AgentStore.find, rendezvous._call_roll = stop(find), stop(call_roll)
 publish_stop = places.AgentStore.publish_stop
-def tell(self, number):
-    publish_stop(self, number)
+def tell(self):
+    publish_stop(self)
     (folder / "gone").touch()
 places.AgentStore.publish_stop = tell
 sys.exit(train_ddp.main())

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -63,7 +64,8 @@ def _run_rank(run: Run, args: argparse.Namespace, given: Launch | None = None) -
         except UserError as error:
             if isinstance(error, Stopped) and found.is_managed:
                 error.exit_status = 0
-                _meeting_place(args.init_method, found).publish_stop(error.number)
+                if error.number == signal.SIGUSR1:
+                    _meeting_place(args.init_method, found).publish_stop()
             error.reported_elsewhere = _is_reported(error, found)
             if error.reported_elsewhere and error.exit_status and found.is_managed:
                 errors.let_another_rank_report()

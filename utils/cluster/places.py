@@ -50,11 +50,14 @@ class Address:
     def withdraw(self) -> None:
         """Leave nothing behind: all ranks are there."""
 
-    def publish_stop(self, number: int) -> None:
-        """Tell the others of a stop signal, where they can be told."""
+    def publish_stop(self) -> None:
+        """Tell the others of a SIGUSR1 that this rank got, where they can be told.
+
+        The other stop signals torchrun sends to all itself, before it starts them again.
+        """
 
     def check_stop(self) -> None:
-        """Raise ``Stopped`` if another rank has told of a stop signal."""
+        """Raise ``Stopped`` if another rank has told of a SIGUSR1."""
 
 
 class AgentStore(Address):
@@ -65,7 +68,7 @@ class AgentStore(Address):
     """
 
     is_published = True
-    KEY = "where_rank_0_is"
+    KEY, STOP_KEY = "where_rank_0_is", "stopped_by_SIGUSR1"
 
     @cached_property
     def store(self) -> dist.Store:
@@ -79,15 +82,14 @@ class AgentStore(Address):
     def publish(self, port: int, nonce: str) -> None:
         self.store.set(self.KEY, json.dumps([Spot(self.host, port, nonce)]))
 
-    def publish_stop(self, number: int) -> None:
+    def publish_stop(self) -> None:
         with suppress(OSError, RuntimeError):
-            call_within(1.0, lambda: self.store.set(f"stopped_by_{number}", ""))
+            call_within(1.0, lambda: self.store.set(self.STOP_KEY, ""))
 
     def check_stop(self) -> None:
         stopped = False
         with suppress(OSError, RuntimeError):  # it does not answer, as others will notice
-            # The other stop signals torchrun sends itself, before it starts all ranks again.
-            stopped = self.store.check([f"stopped_by_{signal.SIGUSR1}"])
+            stopped = self.store.check([self.STOP_KEY])
         if stopped:
             raise Stopped(signal.SIGUSR1)
 
