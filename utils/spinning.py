@@ -10,8 +10,8 @@ The processes that this one starts inherit it. A user's own setting, of either v
 
 import os
 
-# Long enough for the threads of one operation, which end within microseconds of each other where
-# nothing disturbs them. `scripts/tools/waiting.py` measures what other values cost and gain.
+# A compromise that scripts/tools/waiting.py measured on two cores: beside another training about
+# twice as fast as libgomp's default, alone some per cent slower. The table is in docs/tools.md.
 SPINS = "10000"
 
 if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
