@@ -31,8 +31,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.update(processes.THREADS)
 
 # A test of the quick run may take this long where `import torch` takes that long, in seconds; where
-# the import lasts longer, because the machine is slower or busy, a test may as well, and where more
-# workers than cores run at once.
+# the import lasts longer, because the machine is slower or busy, a test may as well.
 TEST_LIMIT, IMPORT_NOMINAL = 10.0, 2.0
 
 
@@ -134,9 +133,7 @@ def what_did_not_run(reporter: pytest.TerminalReporter) -> list[str]:
 def what_took_too_long(reporter: pytest.TerminalReporter, imports: list[float]) -> list[str]:
     """Name the tests of the quick run that have to become shorter, or be marked ``slow``."""
     import_time = max(imports, default=0.0)
-    workers = reporter.config.getoption("numprocesses", None) or 1
-    busy = max(1.0, workers / (os.cpu_count() or 1))
-    limit = TEST_LIMIT * busy * max(1.0, import_time / IMPORT_NOMINAL)
+    limit = TEST_LIMIT * max(1.0, import_time / IMPORT_NOMINAL)
     reports = [report for key in ("passed", "failed") for report in reporter.stats.get(key, [])]
     too_long = [r for r in reports if r.duration > limit and "long" not in r.keywords]
     why = f"limit {limit:.0f} s, as `import torch` took {import_time:.1f} s: shorten it or mark it"
