@@ -128,10 +128,8 @@ class Precision:
         self.dtype = dtype
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         if (device.type, amp) == ("cpu", "fp16"):
-            print(
-                "warning: fp16 on a CPU is several times slower than float32: try --amp bf16",
-                file=sys.stderr,
-            )
+            warning = "fp16 on a CPU is several times slower than float32: try --amp bf16"
+            print(f"warning: {warning}", file=sys.stderr)
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device_type, self.dtype, enabled=self.dtype is not None)
