@@ -7,8 +7,8 @@
 Runs train_single.py at each global batch: on one device, since the rank of a sample changes nothing
 about it. Each run is added to the file as soon as it ends, and one that is there is not repeated:
 after Ctrl-C the same command goes on. Then it prints the mean test accuracy of the seeds. The rules
-none, sqrt and linear are run without clipping, as in their papers. What stands after -- goes to the
-script.
+none, sqrt and linear are run without clipping, as in their papers. A run that diverges, of which
+nothing is evaluated, counts as 10 %, which is guessing. What stands after -- goes to the script.
 """
 
 import argparse
