@@ -15,8 +15,6 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import utils.spinning  # noqa: F401  the bare loop's threads wait as those of the scripts do
@@ -272,21 +270,11 @@ def run(args: argparse.Namespace) -> int:
     figures = {name: FIGURES[name] for name in args.only}
     names = list(dict.fromkeys(n for f in figures.values() for n in (f.above, f.below)))
     names = [name for name in names if name != "memory set"]
+    measured, status = trial.measure_in_turns("ratios.py", names, args.rounds, Rounds(args).measure)
     found: list[dict[str, float]] = [{} for _ in range(args.rounds)]
-    turns, meter = trial.in_turns(names, args.rounds), Rounds(args)
-    status = 0
-    with tqdm(turns, total=args.rounds * len(names), disable=None, leave=False) as bar:
-        try:
-            for number, name in bar:
-                bar.set_description_str(name, refresh=True)
-                try:
-                    found[number] |= meter.measure(name)
-                except (trial.TrialError, ImportError) as error:
-                    status = 1
-                    tqdm.write(f"ratios.py: {name}: {error}", file=sys.stderr)
-        except KeyboardInterrupt:
-            status = 130
-            tqdm.write("ratios.py: interrupted: what was measured follows", file=sys.stderr)
+    for values in measured.values():
+        for number, value in values.items():
+            found[number] |= value
     share, results = neighbours.tell(), {}
     print(f"{args.rounds} rounds, {machine['cores']} cores of {machine['cpu']}; median (range)")
     for name, figure in figures.items():

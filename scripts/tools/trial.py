@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from importlib import metadata
@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from phases import TraceError, analyse
+from tqdm import tqdm
 
 import data
 from utils.datasets.prepare import PREPARED_NAME
@@ -37,6 +38,8 @@ QUIET = ("--no-tensorboard", "--no-progress")
 # Left in a shell, they would make every training take itself for a rank of another job.
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 Item = TypeVar("Item")
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
 
 
 class TrialError(UserError):
@@ -176,6 +179,38 @@ def in_turns(items: Sequence[Item], rounds: int) -> Iterator[tuple[int, Item]]:
     for number in range(rounds):
         for item in items if number % 2 == 0 else reversed(items):
             yield number, item
+
+
+def measure_in_turns(
+    tool: str,
+    items: Sequence[Key],
+    rounds: int,
+    measure: Callable[[Key], Value],
+    label: Callable[[Key], str] = str,
+) -> tuple[dict[Key, dict[int, Value]], int]:
+    """Measure every item once a round, as ``in_turns``, showing on a terminal which one it is.
+
+    What fails is told on stderr, in the name of ``tool``, and left out; so is, after Ctrl-C, all
+    that has not been measured.
+
+    Returns:
+        Item to round to what ``measure`` returned, and the exit status.
+    """
+    found: dict[Key, dict[int, Value]] = {item: {} for item in items}
+    turns, status = in_turns(items, rounds), 0
+    with tqdm(turns, total=rounds * len(items), disable=None, leave=False) as bar:
+        try:
+            for number, item in bar:
+                bar.set_description_str(label(item), refresh=True)
+                try:
+                    found[item][number] = measure(item)
+                except (TrialError, ImportError) as error:
+                    status = 1
+                    tqdm.write(f"{tool}: {label(item)}: {error}", file=sys.stderr)
+        except KeyboardInterrupt:
+            status = 130
+            tqdm.write(f"{tool}: interrupted: what was measured follows", file=sys.stderr)
+    return found, status
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -15,8 +15,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils.spinning import SPINS
@@ -123,20 +121,13 @@ def run(args: argparse.Namespace) -> int:
     machine, neighbours = trial.describe_machine(), trial.Neighbours()
     settings = [*(f"GOMP_SPINCOUNT={spins}" for spins in args.spins), "OMP_WAIT_POLICY=PASSIVE"]
     runs = [(others, setting) for others in args.others for setting in settings]
-    found: dict[Run, dict[int, list[float]]] = {run: {} for run in runs}
-    turns, status = trial.in_turns(runs, args.rounds), 0
-    with tqdm(turns, total=args.rounds * len(runs), disable=None, leave=False) as bar:
-        try:
-            for number, (others, setting) in bar:
-                bar.set_description_str(f"{setting}, {others} others", refresh=True)
-                try:
-                    found[others, setting][number] = measure(args, others, setting)
-                except trial.TrialError as error:
-                    status = 1
-                    tqdm.write(f"waiting.py: {setting}, {others} others: {error}", file=sys.stderr)
-        except KeyboardInterrupt:
-            status = 130
-            tqdm.write("waiting.py: interrupted: what was measured follows", file=sys.stderr)
+    found, status = trial.measure_in_turns(
+        "waiting.py",
+        runs,
+        args.rounds,
+        lambda run: measure(args, *run),
+        label=lambda run: f"{run[1]}, {run[0]} others",
+    )
     share = neighbours.tell()
     for others in args.others:
         print(*lines(settings, found, others), sep="\n")
