@@ -9,6 +9,7 @@ is made) or ``results`` (before they are written). FAULT_FLAG is a file that is 
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def go_wrong(when: str) -> None:
         Path(os.environ["FAULT_FLAG"]).touch()
     if how == "raise":
         raise ArithmeticError("wrong on purpose")
-    if how == "leave":
+    if how in ("leave", "leave while one computes"):
         os._exit(0)
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -54,6 +55,8 @@ def fault(self: StopRequest) -> bool:
     global calls
     calls += 1
     go_wrong(str(calls))
+    if (os.environ["FAULT"], os.environ["RANK"]) == ("leave while one computes", "2"):
+        time.sleep(6 if str(calls) == os.environ["FAULT_STEP"] else 0)
     return poll(self)
 
 

@@ -35,6 +35,7 @@ def fail(
         ("stall", 1, 2, "lost rank 1 ("),
         ("raise", 1, 2, "ArithmeticError: wrong on purpose"),
         pytest.param("leave", 1, 3, "lost rank 1 (", marks=pytest.mark.slow),
+        pytest.param("leave while one computes", 1, 3, "lost rank 1 (", marks=pytest.mark.slow),
         pytest.param("kill", 1, 2, "SIGKILL", marks=pytest.mark.slow),
         pytest.param("stall", 0, 3, "lost rank 0 (", marks=pytest.mark.slow),
         pytest.param("nan", 1, 2, "the loss is nan at step 8 on rank 1", marks=pytest.mark.slow),

@@ -23,7 +23,8 @@ UNKNOWN = (
     "it crashed, left or stalled; its own output says more"
     " (op.preamble.length: it called another collective, or its model took another branch)"
 )
-ROLL_SECONDS = 2.0  # in which every rank that is still there notices that one is not
+ROLL_SECONDS = 2.0  # in which every rank that is still there answers
+BUSY_SECONDS = 10.0  # in which one that answers, but still computes, notices that another is lost
 
 
 class LostRank(UserError):
@@ -66,7 +67,7 @@ class Job:
 
         It does not return while the host of its store is stopped, whatever its timeout. With no
         process group after ``rdzv_timeout`` this process ends, from a thread, with one line that
-        names who has not come this far.
+        names who has not come this far. Later the thread answers for a rank that computes.
         """
         if len(self.members) == 1:
             return self.store
@@ -87,7 +88,13 @@ class Job:
             error = self._explain_joining(f"after {self.rdzv_timeout:.0f} s")
             if not self.has_failed:
                 os.write(2, f"{Path(sys.argv[0]).name}: error: {error}\n".encode())
+                if self.rank == 0:  # its store, which the others ask meanwhile, ends with it
+                    time.sleep(ROLL_SECONDS / 2)
                 os._exit(error.exit_status)
+        with suppress(OSError, RuntimeError):  # the store goes with rank 0
+            store = self.store.clone()  # type: ignore[attr-defined]
+            store.wait(["roll_call"], timedelta(days=1000))
+            store.set(f"answers/{self.rank}", "")
 
     def _is_joining(self) -> bool:
         return not (dist.is_initialized() or self.has_failed)
@@ -107,8 +114,7 @@ class Job:
         if not dist.is_initialized():
             return self._explain_joining(reason)
         when = "before the first step or after the last step" if step is None else f"at step {step}"
-        steps, causes = self._call_roll(step or 0)
-        absent = self._find_absent(steps)
+        steps, absent, causes = self._call_roll(step or 0)
         if "time" in reason.lower():
             self._end_stalled(absent)
         # The first to fail takes others along; what it said is the cause.
@@ -120,9 +126,8 @@ class Job:
 
     def _explain_joining(self, reason: str) -> UserError:
         """Return what is wrong while there is no process group yet."""
-        steps, causes = self._call_roll(0)
+        _, absent, causes = self._call_roll(0)
         reason = next(iter(causes.values()), reason)
-        absent = self._find_absent(steps)
         self._end_stalled(absent)
         if absent:
             return LostRank(
@@ -138,36 +143,36 @@ class Job:
             self.members,
         )
 
-    def _call_roll(self, step: int) -> tuple[dict[int, int], dict[int, str]]:
-        """Return the step of each rank that answers, and what failed ones said before they left.
+    def _call_roll(self, step: int) -> tuple[dict[int, int], list[int], dict[int, str]]:
+        """Return the steps of those who notice, the lost ranks, and what failed ones said.
 
-        Each rank that notices a failure leaves its step in the store; who leaves none is gone or
-        stalled.
+        Each rank that notices a failure leaves its step in the store. Of the others one that
+        answers is busy, or waits for something in vain; one that does not is gone or stalled.
         """
         steps: dict[int, int] = {}
+        busy: set[int] = set()
         causes: dict[int, str] = {}
 
-        def call() -> None:
-            self.store.set("roll_call", "")
-            self.store.set(f"present/{self.rank}", str(step))
-            absent = set(range(len(self.members)))
-            deadline = time.monotonic() + ROLL_SECONDS
-            while absent and time.monotonic() < deadline:
-                for other in [rank for rank in absent if self.store.check([f"present/{rank}"])]:
+        def wait_for(ranks: set[int], seconds: float) -> None:
+            deadline = time.monotonic() + seconds
+            while (left := ranks - steps.keys()) and time.monotonic() < deadline:
+                for other in [rank for rank in left if self.store.check([f"present/{rank}"])]:
                     steps[other] = int(self.store.get(f"present/{other}")[:20])
-                    absent.remove(other)
                 time.sleep(POLL_SECONDS)
-            for other in [rank for rank in absent if self.store.check([f"failed/{rank}"])]:
+            busy.update(rank for rank in left if self.store.check([f"answers/{rank}"]))
+            for other in [rank for rank in left if self.store.check([f"failed/{rank}"])]:
                 causes[other] = printable(self.store.get(f"failed/{other}").decode())
 
         # Where rank 0 has stalled, its store never answers, nor looks at a timeout.
         with suppress(OSError, RuntimeError, ValueError):
-            call_within(2 * ROLL_SECONDS, call)
-        return steps, causes
-
-    def _find_absent(self, steps: dict[int, int]) -> list[int]:
-        """Return who does not answer: where nobody does, the store is gone, which is rank 0's."""
-        return [rank for rank in range(len(self.members)) if rank not in steps] if steps else [0]
+            keys, values = ["roll_call", f"present/{self.rank}"], ["", str(step)]
+            call_within(ROLL_SECONDS, self.store.multi_set, keys, values)  # type: ignore[attr-defined]
+            call_within(2 * ROLL_SECONDS, wait_for, {*range(len(self.members))}, ROLL_SECONDS)
+            if busy:
+                call_within(BUSY_SECONDS + ROLL_SECONDS, wait_for, {*busy}, BUSY_SECONDS)
+        # Where nobody answers the store is gone, which is rank 0's.
+        absent = [r for r in range(len(self.members)) if r not in steps] if steps else [0]
+        return steps, [rank for rank in absent if rank not in busy] or absent, causes
 
     def _end_stalled(self, ranks: list[int]) -> None:
         """End those that are on this host: torchrun would wait for them half a minute."""

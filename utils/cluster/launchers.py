@@ -10,7 +10,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -184,18 +184,13 @@ def spawn(start: Callable[[Launch], int], args: argparse.Namespace) -> int:
     port = read_port(os.environ)
     if "MASTER_PORT" not in os.environ and args.nnodes == 1:
         port = get_free_port()  # now; rank 0 says so if it no longer is
-    first = Launch(
-        "spawn",
-        world_size=args.nnodes * args.nprocs,
-        local_world_size=args.nprocs,
-        master_addr=os.environ.get("MASTER_ADDR") or "127.0.0.1",
-        master_port=port,
-    )
+    address = os.environ.get("MASTER_ADDR") or "127.0.0.1"
+    world_size = args.nnodes * args.nprocs
     children: list[Any] = []
     try:
         for local_rank in range(args.nprocs):
             rank = args.node_rank * args.nprocs + local_rank
-            launch = replace(first, rank=rank, local_rank=local_rank)
+            launch = Launch("spawn", rank, world_size, local_rank, args.nprocs, address, port)
             child = mp.get_context("spawn").Process(
                 target=_child, args=(start, launch, os.getpid()), name=f"rank {rank}"
             )
