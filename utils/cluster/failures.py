@@ -159,9 +159,10 @@ class Job:
                 for other in [rank for rank in left if self.store.check([f"present/{rank}"])]:
                     steps[other] = int(self.store.get(f"present/{other}")[:20])
                 time.sleep(POLL_SECONDS)
-            busy.update(rank for rank in left if self.store.check([f"answers/{rank}"]))
             for other in [rank for rank in left if self.store.check([f"failed/{rank}"])]:
                 causes[other] = printable(self.store.get(f"failed/{other}").decode())
+            left -= causes.keys()
+            busy.update(rank for rank in left if self.store.check([f"answers/{rank}"]))
 
         # Where rank 0 has stalled, its store never answers, nor looks at a timeout.
         with suppress(OSError, RuntimeError, ValueError):
