@@ -10,9 +10,8 @@ import pytest
 from tests.processes import ROOT, Finished, run
 from tests.test_scripts import flags
 
-pytestmark = pytest.mark.long  # who is lost is told when a real time limit has passed
-
 TIMEOUT = 5  # of a collective, seconds
+WAITS = pytest.mark.long  # who is lost is told when a real time limit has passed
 
 
 def fail(
@@ -32,7 +31,7 @@ def fail(
 @pytest.mark.parametrize(
     ("how", "rank", "processes", "message"),
     [
-        ("stall", 1, 2, "lost rank 1 ("),
+        pytest.param("stall", 1, 2, "lost rank 1 (", marks=WAITS),
         ("raise", 1, 2, "ArithmeticError: wrong on purpose"),
         pytest.param("leave", 1, 3, "lost rank 1 (", marks=pytest.mark.slow),
         pytest.param("leave while one computes", 1, 3, "lost rank 1 (", marks=pytest.mark.slow),
@@ -95,6 +94,7 @@ def test_a_collective_of_one_rank_cannot_corrupt_a_sum(synthetic_dir: Path, tmp_
 
 OUT_OF_STEP = """
 import sys
+sys.path.insert(0, {root!r})
 import torch, torch.distributed as dist
 from utils.distributed import AgreedMax
 from utils.metrics import Metrics, OutOfStep
@@ -120,10 +120,10 @@ else:
 def test_calls_of_the_same_size_are_told_apart(
     call: str, size: int, dtype: str, tmp_path: Path
 ) -> None:
-    text = OUT_OF_STEP.format(call=call, size=size, dtype=dtype)
+    text = OUT_OF_STEP.format(call=call, size=size, dtype=dtype, root=str(ROOT))
     (tmp_path / "out_of_step.py").write_text(text)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
-    result = run(sys.executable, *launcher, tmp_path / "out_of_step.py", PYTHONPATH=str(ROOT))
+    result = run(sys.executable, *launcher, tmp_path / "out_of_step.py")
     assert result.stdout.count("the ranks are out of step") == 1, result.text
 
 
@@ -138,6 +138,7 @@ def test_spawn_names_the_rank_that_was_killed(synthetic_dir: Path, tmp_path: Pat
 JOINING = ["--rdzv-timeout", 6]
 
 
+@WAITS
 @pytest.mark.parametrize(
     ("how", "when", "rank", "processes", "message"),
     [
@@ -171,6 +172,7 @@ def test_who_does_not_come_to_the_process_group_is_named(
     assert seconds < 6 + 5 + 5  # the bound, and torchrun's end on a busy machine
 
 
+@WAITS
 @pytest.mark.parametrize(
     ("how", "processes"), [("stall", 2), pytest.param("kill", 3, marks=pytest.mark.slow)]
 )
