@@ -110,12 +110,13 @@ def fail_in_one_line(ended: Finished, status: int, *words: str) -> None:
 def test_the_plan_holds_equal_what_has_to_be(
     pretend: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
-    ended = run(*pretend("--num-workers", 2, "--steps", 30, "--", "--amp", "bf16", profile=True))
+    flags = ["--rounds", 2, "--num-workers", 2, "--steps", 30, "--", "--amp", "bf16"]
+    ended = run(*pretend(*flags, profile=True))
     assert ended.returncode == 0, ended.text
     runs = started(tmp_path)
     # A calibration; two tables of four settings and one that shares two of its four; a profile of
     # the four settings with several devices.
-    assert len(runs) == 1 + 3 * (4 + 4 + 2) + 4
+    assert len(runs) == 1 + 2 * (4 + 4 + 2) + 4
     profiled = [argv for argv in runs if "--profile" in argv]
     assert profiled == runs[-4:], "profiled runs are none of the timed ones"
     for argv in runs:

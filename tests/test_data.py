@@ -299,6 +299,7 @@ def test_a_lock_that_cannot_be_taken_leads_to_the_cache(
     assert not (tmp_path / "elsewhere").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
 def test_a_lock_of_another_user_leads_to_the_cache(tmp_path: Path) -> None:
     """And a container's user, whom nobody knows, has a cache if XDG_CACHE_HOME names one."""
@@ -354,6 +355,7 @@ def one_line(result: Any) -> str:
     return result.stderr
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_in_one_line(tmp_path: Path) -> None:
     """A limit on the size of files stands in for the disk; nothing half-written is left."""
     command = ["bash", "-c", 'ulimit -f 1000; exec "$@"', "-", *PREPARE, "synthetic"]
@@ -364,6 +366,7 @@ def test_a_full_disk_ends_in_one_line(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.rglob("*") if p.is_file()} <= {".lock"}
 
 
+@pytest.mark.slow
 def test_a_folder_whose_name_is_not_text_ends_in_one_line(tmp_path: Path) -> None:
     """PyTorch opens no such file; the user's cache stands in, if its name is better."""
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe"))

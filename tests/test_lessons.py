@@ -178,6 +178,7 @@ def test_a_lesson_is_short(path: Path) -> None:
 
 # Ten seconds each, most of it the waiting that they are about.
 SLOW = ("break_world_size", "break_timeout", "break_thread_oversubscription", "join_uneven")
+SLOW += ("break_every_rank_saves",)
 
 
 @pytest.mark.parametrize(

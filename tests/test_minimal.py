@@ -131,7 +131,15 @@ def result(ended: Finished) -> tuple[float, float]:
     return float(loss), float(accuracy)
 
 
-@pytest.mark.parametrize(("script", "ranks"), [("single", 1), ("dp", 1), ("ddp", 2), ("ddp", 3)])
+@pytest.mark.parametrize(
+    ("script", "ranks"),
+    [
+        ("single", 1),
+        pytest.param("dp", 1, marks=pytest.mark.slow),
+        pytest.param("ddp", 2, marks=pytest.mark.slow),
+        ("ddp", 3),
+    ],
+)
 def test_it_learns_and_evaluates_exactly(
     script: str, ranks: int, synthetic_dir: Path, tmp_path: Path
 ) -> None:

@@ -23,23 +23,31 @@ def train(technique: str, own: str, folder: Path, *flags: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("technique", ["single", "dp", "ddp"])
+TASKS: dict[str, tuple[float, list[Any]]] = {  # the least accuracy, and flags
+    "grey20": (0.9, ["--epochs", 4]),
+    "colour100": (0.9, ["--epochs", 6, "--no-augment"]),
+    "regression": (
+        0.8,
+        ["--epochs", 6, "--no-augment", "--lr", 0.01, "--max-grad-norm", 0],
+    ),
+    "depth": (0.9, ["--epochs", 4, "--lr", 0.05]),
+}
+QUICK = ("grey20-single", "grey20-dp", "grey20-ddp", "regression-ddp", "depth-ddp")
+
+
 @pytest.mark.parametrize(
-    ("own", "flags", "least"),
+    ("own", "technique"),
     [
-        ("grey20", ["--epochs", 4], 0.9),
-        ("colour100", ["--epochs", 6, "--no-augment"], 0.9),
-        (
-            "regression",
-            ["--epochs", 6, "--no-augment", "--lr", 0.01, "--max-grad-norm", 0],
-            0.8,
-        ),
-        ("depth", ["--epochs", 4, "--lr", 0.05], 0.9),
+        pytest.param(
+            *(own, technique),
+            marks=[] if f"{own}-{technique}" in QUICK else pytest.mark.slow,
+        )
+        for own in TASKS
+        for technique in ("single", "dp", "ddp")
     ],
 )
-def test_it_trains_to_the_end(
-    own: str, flags: list[Any], least: float, technique: str, tmp_path: Path
-) -> None:
+def test_it_trains_to_the_end(own: str, technique: str, tmp_path: Path) -> None:
+    least, flags = TASKS[own]
     batch = 24 if technique == "single" else 12
     more = ["--find-unused-parameters"] if (own, technique) == ("depth", "ddp") else []
     ended = train(technique, own, tmp_path / "run", *flags, "--batch-size", batch, *more)

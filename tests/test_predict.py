@@ -82,6 +82,7 @@ def test_the_test_set_gets_the_score_of_the_run(
         assert picture.height > 300
 
 
+@pytest.mark.slow
 def test_as_a_user_calls_it(trained: Path, synthetic_dir: Path, tmp_path: Path) -> None:
     """Test set, export and images at once; the exported file says the same."""
     test_set = data.load_dataset("synthetic", str(synthetic_dir))[1]

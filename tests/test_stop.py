@@ -106,7 +106,7 @@ def test_a_stop_request_saves_and_ends_soon(
     ("technique", "target"),
     [
         ("single", "launcher"),
-        ("spawn", "launcher"),
+        pytest.param("spawn", "launcher", marks=pytest.mark.slow),
         pytest.param("dp", "launcher", marks=pytest.mark.slow),
         pytest.param("spawn", "every process", marks=pytest.mark.slow),
     ],
