@@ -18,7 +18,7 @@ types:
 	$(PYTHON) -m mypy
 
 test:
-	$(PYTHON) -m pytest --numprocesses $(WORKERS) --dist loadfile $(PYTEST_FLAGS)
+	$(PYTHON) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 
 test-fast:
 	$(PYTHON) -m pytest --fast $(PYTEST_FLAGS)

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,6 +63,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if "slow" in item.keywords]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if "slow" not in item.keywords]
+    # Of several workers none is to be left alone with a long file at the end.
+    cost: Counter[Path] = Counter()
+    for item in items:
+        is_long = bool(item.keywords.keys() & {"slow", "long"})
+        has_files = "tmp_path" in item.fixturenames  # and most often processes
+        cost[item.path] += 1 + 3 * has_files + 30 * is_long
+    items.sort(key=lambda item: -cost[item.path])
 
 
 def is_worker(config: pytest.Config) -> bool:

@@ -202,7 +202,16 @@ def test_descriptors_go_to_the_numbers_they_have(tmp_path: Path) -> None:
 
 def test_a_forked_training_is_the_same_to_the_bit(synthetic_dir: Path, tmp_path: Path) -> None:
     def command(name: str) -> list[Any]:
-        flags = ["--dataset", "synthetic", "--data-dir", synthetic_dir, "--max-steps", 8]
+        flags = [
+            "--dataset",
+            "synthetic",
+            "--data-dir",
+            synthetic_dir,
+            "--max-steps",
+            8,
+            "--model",
+            "mlp",
+        ]
         return script("train_single.py", *flags, "--run-dir", tmp_path / name)
 
     for name, real in (("real", True), ("forked", False)):
