@@ -816,7 +816,14 @@ def train_a_little(model: nn.Module, dataset: data.ImageSet, name: str) -> float
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("technique", ["single", "dp", "ddp"])
+@pytest.mark.parametrize(
+    "technique",
+    [
+        pytest.param("single", marks=pytest.mark.slow),
+        pytest.param("dp", marks=pytest.mark.slow),
+        "ddp",
+    ],
+)
 def test_a_colour_set_of_a_hundred_classes(technique: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a user adds is a line in SOURCES, one in MODELS, and the set itself."""
     labels = torch.arange(2000) % 100

@@ -57,6 +57,7 @@ def test_fp16_on_a_cpu_is_warned_of(
     assert capsys.readouterr().err.count("fp16 on a CPU is several times slower") == lines
 
 
+@pytest.mark.slow
 def test_a_users_threads_reach_the_header(synthetic_dir, tmp_path) -> None:  # type: ignore[no-untyped-def]
     words = script("train_single.py", *flags(synthetic_dir, tmp_path / "run", *FEW))
     at = words.index("--threads")
@@ -68,7 +69,14 @@ SHOW = "OMP_DISPLAY_ENV=VERBOSE"  # libgomp tells its settings when it is loaded
 UNSET = ("-u", "GOMP_SPINCOUNT", "-u", "OMP_WAIT_POLICY")
 
 
-@pytest.mark.parametrize("technique", ["single", "dp", "ddp"])
+@pytest.mark.parametrize(
+    "technique",
+    [
+        "single",
+        pytest.param("dp", marks=pytest.mark.slow),
+        pytest.param("ddp", marks=pytest.mark.slow),
+    ],
+)
 def test_threads_that_wait_soon_sleep(technique: str) -> None:
     """What OpenMP itself says: the variable has to be there before torch."""
     ended = run("env", *UNSET, SHOW, sys.executable, ROOT / f"train_{technique}.py", "--help")

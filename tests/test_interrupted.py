@@ -158,8 +158,8 @@ def test_nothing_that_diverged_is_saved(
 @pytest.mark.parametrize(
     "redirection",
     [
-        ">&- 2>&- <&-",
         "| head -1",
+        pytest.param(">&- 2>&- <&-", marks=pytest.mark.slow),
         pytest.param("> /dev/full", marks=pytest.mark.slow),
         pytest.param(">&-", marks=pytest.mark.slow),
         pytest.param("2>&-", marks=pytest.mark.slow),
@@ -176,6 +176,7 @@ def test_output_that_nobody_takes_ends_no_training(
     assert summary(tmp_path / "run")["test_count"] == 10_000
 
 
+@pytest.mark.slow
 def test_a_name_that_no_terminal_can_show(synthetic_dir: Path, tmp_path: Path) -> None:
     arguments = flags(synthetic_dir, tmp_path / "r\u00fcn", *FEW)
     ended = run(*script("train_single.py", *arguments), PYTHONIOENCODING="ascii")
@@ -183,6 +184,7 @@ def test_a_name_that_no_terminal_can_show(synthetic_dir: Path, tmp_path: Path) -
     assert (tmp_path / "r\u00fcn" / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_too_few_open_files_is_one_line(synthetic_dir: Path, tmp_path: Path) -> None:
     arguments = flags(synthetic_dir, tmp_path / "run", *FEW, "--num-workers", 2)
     words = " ".join(map(str, script("train_single.py", *arguments)))

@@ -158,6 +158,7 @@ def test_it_learns_and_evaluates_exactly(
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_ddp_goes_on_in_plain_code(synthetic_dir: Path, tmp_path: Path) -> None:
     result(train("ddp", 2, tmp_path, "--data-dir", synthetic_dir))
     model = models.build_model("convnet")

@@ -32,7 +32,7 @@ TASKS: dict[str, tuple[float, list[Any]]] = {  # the least accuracy, and flags
     ),
     "depth": (0.9, ["--epochs", 4, "--lr", 0.05]),
 }
-QUICK = ("grey20-single", "grey20-dp", "grey20-ddp", "regression-ddp", "depth-ddp")
+QUICK = ("grey20-single", "grey20-dp", "grey20-ddp")
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ def without_uv() -> str:
     return ":".join(p for p in os.environ["PATH"].split(":") if not (Path(p) / "uv").exists())
 
 
+@pytest.mark.slow
 def test_an_interrupted_installation_leaves_nothing(copy: Path) -> None:
     # A registry that takes the connection and never answers: pip waits until it is interrupted.
     registry = socket.create_server(("127.0.0.1", 0))
@@ -89,6 +90,7 @@ def test_an_interrupted_installation_leaves_nothing(copy: Path) -> None:
     assert not (copy / ".venv").exists()
 
 
+@pytest.mark.slow
 def test_a_failed_installation_says_what_to_do(copy: Path) -> None:
     result = run(
         copy / "scripts" / "test.sh",
