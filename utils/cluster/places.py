@@ -84,7 +84,7 @@ class AgentStore(Address):
 
     def publish_stop(self) -> None:
         with suppress(OSError, RuntimeError):
-            call_within(1.0, lambda: self.store.set(self.STOP_KEY, ""))
+            call_within(AGENT_SECONDS, lambda: self.store.set(self.STOP_KEY, ""))
 
     def check_stop(self) -> None:
         stopped = False
