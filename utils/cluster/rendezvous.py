@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 
@@ -84,10 +85,9 @@ def _host(place: Address, own: Member) -> Meeting:
         listener = listen(0 if place.is_published else place.port)
     except OSError as error:
         _challenge(place, own)
-        reason = os.strerror(error.errno or 0)
         raise RendezvousError(
-            f"rank {own} cannot listen on port {place.port} ({reason}): another program or job has"
-            " it; choose another MASTER_PORT, or use torchrun --standalone, which finds a free one"
+            f"rank {own} cannot listen on port {place.port} ({os.strerror(error.errno or 0)}):"
+            " another program or job has it; choose another MASTER_PORT, or torchrun --standalone"
         ) from error
     port, nonce = listener.getsockname()[1], secrets.token_hex(8)
     store = dist.TCPStore(
@@ -210,7 +210,9 @@ def _claim_seat(spot: Spot, own: Member) -> Meeting:
     """
     # By a plain connection first: PyTorch tries one in vain at great length.
     own.main_address, own.address = probe(spot.host, spot.port)
-    store = dist.TCPStore(own.main_address, spot.port, None, False, LONG, wait_for_workers=False)
+    connect = partial(dist.TCPStore, timeout=LONG, wait_for_workers=False)
+    # Rank 0 of an attempt before may leave at this moment, and PyTorch goes on trying.
+    store = call_within(2 * VERDICT_SECONDS, connect, own.main_address, spot.port)
     nonce = store.get("nonce").decode() if store.check(["nonce"]) else ""
     if store.check(["verdict"]) or spot.nonce not in ("", nonce):
         raise ValueError("another job, or one that has begun")
