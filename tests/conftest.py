@@ -60,9 +60,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
     if not config.getoption("--all"):
         # Left out rather than skipped: a skip is a test that this machine cannot run.
-        slow = [item for item in items if "slow" in item.keywords]
+        is_fast = config.getoption("--fast")
+        slow = [i for i in items if "slow" in i.keywords or (is_fast and takes_seconds(i))]
         config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if "slow" not in item.keywords]
+        items[:] = [item for item in items if item not in slow]
     # Of several workers none is to be left alone with a long file at the end.
     cost: Counter[Path] = Counter()
     for item in items:
@@ -70,6 +71,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         has_files = "tmp_path" in item.fixturenames  # and most often processes
         cost[item.path] += 1 + 3 * has_files + 30 * is_long
     items.sort(key=lambda item: -cost[item.path])
+
+
+def takes_seconds(item: pytest.Item) -> bool:
+    """Whether a test waits for time limits, or has a whole data set, which is drawn or read."""
+    fixtures = {"synthetic_dir", "mnist_dir", "raw", "place"} & {*item.fixturenames}
+    return "long" in item.keywords or bool(fixtures)
 
 
 def is_worker(config: pytest.Config) -> bool:
