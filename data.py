@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler, TensorDataset
 
@@ -214,25 +215,20 @@ class RandomShift:
 
     def __init__(self, shift: int) -> None:
         self.shift = shift
-        self.padded = torch.empty(0)  # kept, since its margin stays 0
 
     def __call__(self, images: Tensor) -> Tensor:
         """Return images [B, H, W] or [B, C, H, W], moved, all channels of an image alike."""
-        *outer, height, width = images.shape
         margin = self.shift
-        shape = (*outer, height + 2 * margin, width + 2 * margin)
-        if self.padded.shape != shape or self.padded.device != images.device:
-            self.padded = images.new_zeros(shape)
-        self.padded[..., margin : margin + height, margin : margin + width] = images
+        padded = F.pad(images, (margin,) * 4)
         dy, dx = torch.randint(2 * margin + 1, (2, len(images)), device=images.device)
         # A moved image lies in one piece, from its first pixel to its last, with what pads its rows
         # in between: one copy for each image, a third of the time of indexing pixel by pixel.
-        step, *inner = self.padded.stride()
+        step, *inner = padded.stride()
         pitch = inner[-2]
         size = step - 2 * margin * (pitch + 1)
         first = torch.arange(0, len(images) * step, step, device=images.device)
         first.add_(dx).add_(dy, alpha=pitch)
-        pieces = self.padded.flatten().unfold(0, size, 1).index_select(0, first)
+        pieces = padded.flatten().unfold(0, size, 1).index_select(0, first)
         return pieces.as_strided(images.shape, (size, *inner))
 
 

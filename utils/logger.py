@@ -113,7 +113,7 @@ class Logger:
         self.bar: tqdm | None = None
         self.writer: Any = None
         self.predictions: Tensor | None = None
-        self.labels = torch.empty(0)
+        self.guessing = math.inf  # the loss of it
         # Of the latest step; it falls once the warm-up is over.
         self.rate, self.rate_falls, self.has_warned = 0.0, False, False
 
@@ -148,7 +148,9 @@ class Logger:
     def track(self, loader: DataLoader) -> Iterator[Any]:
         """Yield the loader's batches, with a progress bar, timing the steps in between."""
         self.throughput.start_epoch()
-        self.labels = loader.dataset.labels  # type: ignore[attr-defined]
+        labels = loader.dataset.labels  # type: ignore[attr-defined]
+        if not labels.is_floating_point():  # those of a regression are no classes
+            self.guessing = math.log(len(labels.unique()))
         # tqdm's None: no bar where stderr is a file, which would fill up with its frames.
         hidden = None if self.write and self.show_bar else True
         title = f"epoch {self.progress.epoch + 1}/{self.progress.epochs:g}"
@@ -276,12 +278,9 @@ class Logger:
 
     def _watch(self, loss: float) -> None:
         """Say once, after the warm-up, that the loss of the epoch so far is that of guessing."""
-        if self.has_warned or not self.rate_falls or self.labels.is_floating_point():
-            return  # the labels of a regression are no classes
-        guessing = math.log(len(self.labels.unique()))
-        if loss > NO_BETTER * guessing:
+        if self.rate_falls and loss > NO_BETTER * self.guessing and not self.has_warned:
             self.has_warned = True
-            text = f"warning: the loss is {loss:.2f}, and that of guessing {guessing:.2f}: the"
+            text = f"warning: the loss is {loss:.2f}, and that of guessing {self.guessing:.2f}: the"
             text += f" learning rate, {self.lr:.4g} at its peak, may be too high: lower --lr"
             tqdm.write(text, file=sys.stderr)
 
