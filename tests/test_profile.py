@@ -179,6 +179,27 @@ def test_an_all_reduce_that_ends_the_backward_belongs_to_it() -> None:
     assert result["shares"]["backward"] == 0.32, "from 40 to 78, but for the 6 that it waits"
 
 
+def test_a_rank_waits_for_the_slowest_from_when_it_comes_to_a_reduction() -> None:
+    """The clock of each trace begins somewhere else; their bases tell where."""
+
+    def rank(begin: float, base: int) -> phases.Trace:
+        reduce = event("gloo:all_reduce", begin, 78, tid=9)
+        hook = op("autograd::engine::evaluate_function: AccumulateGrad", begin, begin + 1)
+        launches = op("c10d::allreduce_", begin, begin + 1), op("c10d::allreduce_", 95, 96)
+        found = phases.sort_events(step(hook, *launches, reduce, backward_end=71))
+        found.base = base
+        return found
+
+    first, second = rank(72, 5_000_000), rank(71, 5_006_000)  # nanoseconds: 6 us later
+    assert phases.waits([first, second]) == [0.05, 0], "from 72 to 77"
+    assert phases.waits([second, first]) == [0, 0.05]
+    assert phases.waits([first]) == [0]
+    assert phases.waits([first, rank(71, 5_060_000)]) == [], "beyond the step: another clock"
+    without = phases.sort_events(step())
+    assert phases.waits([first, without]) == []
+    assert phases.waits([without, without]) == [0, 0]
+
+
 def test_spans() -> None:
     assert phases.union([(3, 4), (0, 2), (1, 3)]) == [(0, 4)]
     assert phases.subtract([(0, 10)], [(-1, 1), (3, 4), (9, 12)]) == [(1, 3), (4, 9)]

@@ -57,6 +57,7 @@ class Trace:
         parts: when something travelled between devices or ranks, by the part it was of.
         dp_forwards: when DataParallel's forward ran, of which the replicas are a part.
         replicas: when each thread of DP's replicas ran an operation.
+        reductions: when this rank came to each of the gradients' reductions.
         base: when the clock began, nanoseconds since 1970; ranks of one host share it.
     """
 
@@ -67,6 +68,7 @@ class Trace:
     parts: dict[str, Spans]
     dp_forwards: Spans = field(default_factory=list)
     replicas: dict[Any, Spans] = field(default_factory=dict)
+    reductions: list[float] = field(default_factory=list)
     base: int = 0
 
     @property
@@ -204,9 +206,15 @@ def sort_events(events: list[Event], device_index: int = 0) -> Trace:
         if e.get("cat") in ON_DEVICE and e["args"].get("device", 0) == device_index
     ]
     if kernels:
-        return Trace(steps, "device", phases, *_sort_kernels(kernels, events, phases))
+        trace = Trace(steps, "device", phases, *_sort_kernels(kernels, events, phases))
+        trace.reductions = sorted(begin for begin, _ in trace.parts.get("in_backward", []))
+        return trace
     trace = Trace(steps, "main thread", phases, *_sort_operations(on_main, events, phases))
     trace.dp_forwards = union([span_of(e) for e in on_main if e["name"] == "DataParallel.forward"])
+    # From a hook of the last gradient of a bucket; the agreement to stop is begun by no gradient.
+    hooks = union([span_of(e) for e in on_main if e["name"].startswith(PHASES["backward"])])
+    launches = sorted(e["ts"] for e in on_main if e["name"] == "c10d::allreduce_")
+    trace.reductions = [moment for moment in launches if is_within(moment, hooks)]
     replicas: dict[Any, Spans] = defaultdict(list)
     for event in events:
         if event.get("cat") == "cpu_op" and event["tid"] != main:
@@ -318,6 +326,26 @@ def share_out(trace: Trace) -> dict[str, Any]:
             ),
         }
     return result
+
+
+def waits(traces: list[Trace]) -> list[float]:
+    """Return what share of its steps each rank waited, in the backward, for the slowest.
+
+    An all-reduce begins on a rank when that rank has come to it, and nothing is exchanged before
+    the last one has. Ranks of several hosts have clocks of their own: nothing is told where a rank
+    would have gone on to its next step before another began the reduction.
+    """
+    if len({len(trace.reductions) for trace in traces}) > 1:
+        return []
+    begun = [[moment + trace.base / 1e3 for moment in trace.reductions] for trace in traces]
+    last, shares = list(map(max, zip(*begun, strict=True))), []
+    for trace in traces:
+        waited = [(b, e - trace.base / 1e3) for b, e in zip(trace.reductions, last, strict=True)]
+        if any(e > trace.steps[bisect_right(trace.steps, (b, e)) - 1][1] for b, e in waited):
+            return []
+        wall = trace.steps[-1][1] - trace.steps[0][0]
+        shares.append(round(length(intersect(union(waited), trace.exposed)) / wall, 4))
+    return shares
 
 
 def read_trace(path: Path) -> Trace:

@@ -3,8 +3,9 @@
     python scripts/tools/trace.py runs/ddp-20260101-120000
     python scripts/tools/trace.py --draw steps.svg runs/profiled/{single,dp,ddp}
 
-Prints the share of each phase in the profiled steps of rank 0, and writes them to profile.json in
-the run directory. With --draw, one step of each run is drawn, one above the other to one scale.
+Prints the share of each phase in the profiled steps of rank 0, and how long each rank of a host
+waited for the slowest, and writes them to profile.json in the run directory. With --draw, one step
+of each run is drawn, one above the other to one scale.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import timeline
-from phases import TraceError, analyse, read_ranks
+from phases import TraceError, analyse, read_ranks, waits
 
 from utils.config import OneLineParser
 from utils.errors import guard
@@ -40,12 +41,15 @@ def describe(result: dict[str, Any]) -> str:
     ]
     for name, share in result["shares"].items():
         lines.append(f"  {name:<13} {share:>6.1%}  {notes.get(name, '')}".rstrip())
+    if len(result["waits"]) > 1:
+        told = (f"rank {rank} {share:.1%}" for rank, share in enumerate(result["waits"]))
+        lines.append(f"  waiting, in backward, for the slowest rank: {', '.join(told)}")
     return "\n".join(lines)
 
 
 def run(args: argparse.Namespace) -> int:
     for run_dir in args.run_dirs:
-        result = analyse(run_dir)
+        result = analyse(run_dir) | {"waits": waits(read_ranks(run_dir))}
         print(f"{run_dir}: {describe(result)}")
         print(f"  traces for ui.perfetto.dev: {run_dir / 'profile'}")
         try:
