@@ -219,7 +219,7 @@ class RandomShift:
     def __call__(self, images: Tensor) -> Tensor:
         """Return images [B, H, W] or [B, C, H, W], moved, all channels of an image alike."""
         margin = self.shift
-        padded = F.pad(images, (margin,) * 4)
+        padded = F.pad(images, (margin,) * 4).contiguous()  # also where channels came last
         dy, dx = torch.randint(2 * margin + 1, (2, len(images)), device=images.device)
         # A moved image lies in one piece, from its first pixel to its last, with what pads its rows
         # in between: one copy for each image, a third of the time of indexing pixel by pixel.

@@ -751,6 +751,8 @@ def test_random_shift_moves_all_channels_alike(channels: int) -> None:
         for channel in range(channels):
             torch.manual_seed(seed)
             assert torch.equal(moved[:, channel], data.RandomShift(2)(images[:, channel]))
+        torch.manual_seed(seed)
+        assert torch.equal(shift(images.to(memory_format=torch.channels_last)), moved)
 
 
 def test_transform_normalises_each_channel(monkeypatch: pytest.MonkeyPatch) -> None:
