@@ -49,7 +49,11 @@ def describe(result: dict[str, Any]) -> str:
 
 def run(args: argparse.Namespace) -> int:
     for run_dir in args.run_dirs:
-        result = analyse(run_dir) | {"waits": waits(read_ranks(run_dir))}
+        result = analyse(run_dir) | {"waits": []}
+        try:
+            result["waits"] = waits(read_ranks(run_dir))
+        except TraceError as error:  # of another rank, which may have been killed
+            print(f"warning: {error}", file=sys.stderr)
         print(f"{run_dir}: {describe(result)}")
         print(f"  traces for ui.perfetto.dev: {run_dir / 'profile'}")
         try:
