@@ -49,7 +49,7 @@ def setup_device(device: torch.device, threads: int | None, processes: int = 1) 
 
     Torch would take every core in each process, so the cores are shared out. A user's own
     ``OMP_NUM_THREADS`` counts below ``--threads``, except under torchrun, which sets it to 1 where
-    a user has not, and does not tell.
+    a user has not, and does not tell the processes.
 
     Args:
         device: as ``select_devices`` returns it.

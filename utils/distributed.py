@@ -118,7 +118,7 @@ class AgreedMax:
     """Return the largest number of all ranks, one call late. Collective, called at every step.
 
     What a call begins the next one reads: in between the numbers travel beside the training, and
-    no rank waits for another. The first call returns 0.
+    no rank waits for another. The first call returns 0. A rank alone gets its number at once.
 
     Raises:
         OutOfStep: another rank called something else.

@@ -44,7 +44,7 @@ def train_one_epoch(
 
     Args:
         model: perhaps wrapped by DP or DDP.
-        loader: batches of this process, each of ``grad_accum_steps`` of them an optimizer step.
+        loader: batches of this process; every ``grad_accum_steps`` of them make an optimizer step.
         rank: chooses the random numbers of this process.
         no_sync: context for the micro-steps before the last of a step, in which DDP keeps its
             gradients to itself.

@@ -41,7 +41,7 @@ NO_BETTER = 0.95  # of the loss of guessing; what learns is far below it when th
 
 
 class Logger:
-    """Report a run from the process that writes; in the others every call does nothing.
+    """Report a run from the process that writes; the others make the same calls, and say nothing.
 
     A context manager: when the training fails, ``status.json`` says so.
 

@@ -10,8 +10,8 @@ The processes that this one starts inherit it. A user's own setting, of either v
 
 import os
 
-# A compromise that scripts/tools/waiting.py measured on two cores: beside another training about
-# twice as fast as libgomp's default, alone some per cent slower. The table is in docs/tools.md.
+# A compromise that scripts/tools/waiting.py measured on two cores: beside other trainings 1.6 to
+# 2.3 times as fast as libgomp's default, alone 1 to 5 % slower. The table is in docs/tools.md.
 SPINS = "10000"
 
 if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:

@@ -46,7 +46,7 @@ def main() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # DDP: all processes meet here, and take leave on every way out, an exception's too.
+    # DDP: all processes meet here; the group is destroyed at the end, after an exception, too.
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     atexit.register(dist.destroy_process_group)
     # DDP: with one seed for all, every process would draw the same dropout. The weights may
@@ -85,8 +85,8 @@ def main() -> None:
             optimizer.step()
             scheduler.step()
 
-        # DDP: gradients are averaged, running statistics (of batch normalisation) are not: take
-        # those of rank 0, so that all evaluate the model that it saves.
+        # DDP: each forward began with rank 0's running statistics (of batch normalisation), and
+        # changed them: take rank 0's once more, so that all evaluate the model that it saves.
         for buffer in raw_model.buffers():
             dist.broadcast(buffer, src=0)
         raw_model.eval()

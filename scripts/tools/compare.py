@@ -22,7 +22,8 @@ How to read it:
   speed-up    against the first row. DP copies the network for every batch, DDP sums gradients:
               with a network this small either may lose to one device, so measure your own
   seconds     from the start of a training process to its end; torchrun adds some of its own
-  memory      the most that the processes held, added up; what they share counts in each"""
+  memory      the most that the processes held, added up; what they share counts in each; of DP's
+              GPUs that of the first"""
 
 BUSY = 0.05  # of the machine; more spoils a figure
 
