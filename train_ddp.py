@@ -98,8 +98,8 @@ def run(args: argparse.Namespace, job: Job) -> int:
     model.broadcast_buffers = False
     # DDP: after its first backward DDP groups the gradients anew, and sums of three or more ranks
     # then differ in their last bit. One backward that changes nothing lets a run that is resumed
-    # later add up as this one does.
-    distributed.warm_up(model, transform(*train_set[:2])[0])
+    # later add up as this one does. With a batch like any other, a compiled model compiles once.
+    distributed.warm_up(model, transform(*train_set[: args.batch_size], train=True)[0])
 
     lr = optim.scale_lr(args.lr, args.lr_scaling, global_batch_size, config.DEFAULT_BATCH_SIZE)
     optimizer = optim.build_optimizer(raw_model, lr, args.momentum, args.weight_decay)

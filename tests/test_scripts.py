@@ -47,6 +47,20 @@ def succeed(result: Finished) -> Finished:
     return result
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("technique", ["single", "ddp"])
+def test_a_model_is_compiled_once_for_training(
+    technique: str, synthetic_dir: Path, tmp_path: Path
+) -> None:
+    """DDP's warm-up comes with the first batch's size and strides, or it would be made anew."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs a C++ compiler: torch.compile writes C++ for a CPU")
+    words = flags(synthetic_dir, tmp_path / "run", "--max-steps", 3)
+    told = run(*command(technique, 2, *words, "--compile"), timeout=280, TORCH_LOGS="recompiles")
+    assert succeed(told).stderr.count("GLOBAL_STATE changed: grad_mode"), "for the evaluation"
+    assert "mismatch" not in told.stderr
+
+
 @pytest.mark.parametrize("technique", TECHNIQUES)
 def test_a_script_trains_and_reports(technique: str, synthetic_dir: Path, tmp_path: Path) -> None:
     extra = ["--model", "mlp", "--max-steps", 30, "--batch-size", 32, "--warmup-epochs", 0]
@@ -209,7 +223,7 @@ def test_what_is_not_needed_is_not_loaded(synthetic_dir: Path, tmp_path: Path) -
 def test_a_run_directory_is_not_overwritten(synthetic_dir: Path, tmp_path: Path) -> None:
     arguments = script(
         "train_single.py",
-        *flags(synthetic_dir, tmp_path / "run", "--model", "linear", "--max-steps", 3),
+        *flags(synthetic_dir, tmp_path / "run", "--max-steps", 3),
     )
     succeed(run(*arguments))
     before = (tmp_path / "run" / "summary.json").read_bytes()
