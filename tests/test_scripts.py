@@ -223,7 +223,7 @@ def test_what_is_not_needed_is_not_loaded(synthetic_dir: Path, tmp_path: Path) -
 def test_a_run_directory_is_not_overwritten(synthetic_dir: Path, tmp_path: Path) -> None:
     arguments = script(
         "train_single.py",
-        *flags(synthetic_dir, tmp_path / "run", "--max-steps", 3),
+        *flags(synthetic_dir, tmp_path / "run", "--model", "linear", "--max-steps", 3),
     )
     succeed(run(*arguments))
     before = (tmp_path / "run" / "summary.json").read_bytes()
