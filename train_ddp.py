@@ -94,7 +94,7 @@ def run(args: argparse.Namespace, job: Job) -> int:
         bucket_cap_mb=args.bucket_cap_mb,
         find_unused_parameters=args.find_unused_parameters,
     )
-    # Only now: the wrapping sent the buffers, too. Once before each evaluation will do, see below.
+    # Not sooner, or the wrapping would not send the buffers; once before each evaluation will do.
     model.broadcast_buffers = False
     # DDP: after its first backward DDP groups the gradients anew, and sums of three or more ranks
     # then differ in their last bit. One backward that changes nothing lets a run that is resumed
