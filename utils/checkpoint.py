@@ -4,6 +4,7 @@ import io
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ FORMAT = 2
 PARTS = {"identity": dict, "progress": dict, "model": dict, "optimizer": dict, "scaler": dict}
 
 
+@dataclass
 class Checkpointer:
     """Save and resume a training in ``run_dir/checkpoints``.
 
@@ -35,29 +37,17 @@ class Checkpointer:
         read: calls the function it is given; DDP has rank 0 do so and hands out the result.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler,
-        identity: dict[str, Any],
-        *,
-        keep: int = 2,
-        every: int | None = None,
-        write: bool = True,
-        read: Callable[[Callable[[], Any]], Any] = lambda function: function(),
-    ) -> None:
-        self.folder = folder
-        self.model = model
-        self.optimizer = optimizer
-        self.scaler = scaler
-        self.identity = identity
-        self.keep = keep
-        self.every = every
-        self.write = write
-        self.read = read
-        self.saved_step: int | None = None  # of last.pt, once this process has written it
+    folder: Path
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    identity: dict[str, Any]
+    _: KW_ONLY
+    keep: int = 2
+    every: int | None = None
+    write: bool = True
+    read: Callable[[Callable[[], Any]], Any] = lambda function: function()
+    saved_step: int | None = field(default=None, init=False)  # of last.pt, if this process wrote it
 
     def due(self, progress: Progress) -> bool:
         """Tell whether ``every`` asks for a checkpoint after this step."""
