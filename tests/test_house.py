@@ -35,7 +35,7 @@ ARROWS = {name_of(path): {module for module, _ in imports(path)} for path in PRO
     ("room", "limit"),
     [
         # What stands, rounded up. The aims are 1,500, 250 and 650: what shrinks lowers its bound.
-        ([*SCRIPTS, *TOP, *CORE], 2133),
+        ([*SCRIPTS, *TOP, *CORE], 2106),
         (DATASETS, 290),
         (CLUSTER, 917),
         *(([path], 250) for path in TOOLS),

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.processes import ROOT, run, script
 from utils import profiler
@@ -208,32 +207,6 @@ def test_spans() -> None:
     assert phases.intersect([(0, 5), (7, 9)], [(4, 8)]) == [(4, 5), (7, 8)]
 
 
-def test_a_model_has_hooks_only_while_steps_are_recorded(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    subject = profiler.StepProfiler(tmp_path, model, torch.device("cpu"), 0)
-    first = profiler.LAST_STEP - profiler.PROFILED_STEPS
-    for steps in range(1, profiler.LAST_STEP + 1):
-        assert bool(model._forward_pre_hooks) == bool(model._forward_hooks) == (steps - 1 >= first)
-        model(torch.ones(1, 2))
-        subject.step(steps)
-    assert not model._forward_pre_hooks
-    assert not model._forward_hooks
-    subject.finish(profiler.LAST_STEP)
-    names = read_trace(tmp_path / "profile" / "rank0.json.gz")
-    assert "forward" in names
-
-
-def test_a_compiled_model_gets_no_hooks(tmp_path: Path) -> None:
-    """They would have it compiled anew, in the middle of what is recorded."""
-    model = nn.Linear(2, 2)
-    model.compile(backend="eager")
-    subject = profiler.StepProfiler(tmp_path, model, torch.device("cpu"), 0)
-    for steps in range(1, profiler.LAST_STEP):
-        subject.step(steps)
-        assert not model._forward_pre_hooks
-    subject.finish(profiler.LAST_STEP)
-
-
 def read_trace(path: Path) -> set[str]:
     with gzip.open(path, "rt") as file:
         return {e.get("name", "") for e in json.load(file)["traceEvents"]}
@@ -361,7 +334,7 @@ def test_short_epochs_and_resumed_ones(synthetic_dir: Path, tmp_path: Path) -> N
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "profile").write_text("a file in the place of the folder")
-    subject = profiler.StepProfiler(tmp_path, nn.Linear(2, 2), torch.device("cpu"), 0)
+    subject = profiler.StepProfiler(tmp_path, torch.device("cpu"), 0)
     for steps in range(1, profiler.LAST_STEP + 1):
         subject.step(steps)
     subject.finish(profiler.LAST_STEP)

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from data import Transform
 from models import loss_and_correct
@@ -73,7 +74,7 @@ def train_one_epoch(
         images, targets = transform(images, targets, train=True)
         # DDP's reduction is set up by the forward and done by the backward: no_sync needs both.
         with nullcontext() if is_last else no_sync():
-            with precision.autocast():
+            with record_function("forward"), precision.autocast():  # its name in a profile
                 outputs = model(images)
                 targets = targets.to(outputs.device)  # where DataParallel gathers its outputs
                 loss, correct = loss_and_correct(outputs, targets, label_smoothing)

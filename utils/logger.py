@@ -106,7 +106,7 @@ class Logger:
             "torch_version": str(torch.__version__),
             "resumed_from": self.first_step if run_dir.resume and self.first_samples else None,
         }
-        self.profiler = StepProfiler(self.path, model, device, rank) if profile else None
+        self.profiler = StepProfiler(self.path, device, rank) if profile else None
         # Not in images/s: the profiled steps take longer.
         untimed_steps = LAST_STEP if profile else WARMUP_STEPS
         self.throughput = Throughput(device, progress.global_batch_size, untimed_steps)

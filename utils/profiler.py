@@ -2,12 +2,10 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 from torch._C._profiler import _ExperimentalConfig
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from utils.device import synchronize
 
@@ -21,21 +19,17 @@ class StepProfiler:
     """Record a few steady optimizer steps of the first epoch; every rank leaves a trace.
 
     PyTorch names most of what happens by itself: the loader, the forwards of DP and DDP, each
-    operation and its backward, collectives, the optimizer. Only the forward of a plain model goes
-    without a name; hooks give it one while steps are recorded, and are gone before and after.
+    operation and its backward, collectives, the optimizer. The forward gets its name in the engine.
 
     Args:
         run_dir: ``profile/rank<n>.json.gz`` goes there.
-        model: the unwrapped model.
         device: of this process.
         rank: of this process.
     """
 
-    def __init__(self, run_dir: Path, model: nn.Module, device: torch.device, rank: int) -> None:
-        self.run_dir, self.model, self.device, self.rank = run_dir, model, device, rank
+    def __init__(self, run_dir: Path, device: torch.device, rank: int) -> None:
+        self.run_dir, self.device, self.rank = run_dir, device, rank
         self.profile: profile | None = None
-        self.hooks: list[Any] = []
-        self.forwards: dict[int, record_function] = {}  # that have begun, by module
         self.steps = 0
         self.is_finished = False
         self.report = ""
@@ -52,7 +46,6 @@ class StepProfiler:
             self._stop()
         else:
             if steps == LAST_STEP - PROFILED_STEPS:
-                self._name_forwards()
                 synchronize(self.device)  # what is recorded begins and ends with an idle device
             self.profile.step()
 
@@ -80,27 +73,9 @@ class StepProfiler:
         self.profile = None  # some memory
 
     def _stop(self) -> None:
-        for hook in self.hooks:
-            hook.remove()
         if self.profile is not None:
             synchronize(self.device)
             self.profile.stop()
-
-    def _name_forwards(self) -> None:
-        # A compiled model is named by PyTorch, and hooks would have it compiled anew.
-        if self.model._compiled_call_impl is None:
-            self.hooks = [
-                self.model.register_forward_pre_hook(self._begin_forward),
-                self.model.register_forward_hook(self._end_forward),
-            ]
-
-    def _begin_forward(self, module: nn.Module, inputs: Any) -> None:
-        # By module: DP's replicas share the hooks, and run at once.
-        self.forwards[id(module)] = record = record_function("forward")
-        record.__enter__()
-
-    def _end_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self.forwards.pop(id(module)).__exit__(None, None, None)
 
 
 def _build_profile(device: torch.device) -> profile:

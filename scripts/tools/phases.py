@@ -13,7 +13,7 @@ from typing import Any
 
 from utils.errors import UserError
 
-# What PyTorch names by itself, by the beginnings of the names; "forward" is utils/profiler.py's.
+# What PyTorch names by itself, by the beginnings of the names; "forward" is utils/engine.py's.
 PHASES = {
     "data": ("enumerate(DataLoader)",),
     "forward": (
