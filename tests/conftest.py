@@ -29,7 +29,7 @@ from tests import fork_server, processes  # noqa: E402
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 # Read when torch is imported, which is therefore left to the fixtures that need it.
-os.environ.update(processes.THREADS)
+os.environ.update(processes.SETTINGS)
 
 # A test of the quick run may take this long where `import torch` takes that long, in seconds; where
 # the import lasts longer, because the machine is slower or busy, a test may as well.

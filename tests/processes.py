@@ -25,7 +25,12 @@ ROOT = Path(__file__).parent.parent
 # How a process of ours is known, whatever started it; inherited by all that it starts.
 MARK = f"MNIST_TEST_SESSION={os.getpid()}"
 # One thread: tests compare bits. Threads that wait for others soon go to sleep: tests share cores.
-THREADS = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000"}
+# A name server that drops one of many questions holds nobody up for five seconds.
+SETTINGS = {
+    "OMP_NUM_THREADS": "1",
+    "GOMP_SPINCOUNT": "1000",
+    "RES_OPTIONS": "timeout:1 attempts:2",
+}
 # What conftest.py sets as the options of pytest say.
 use_fork_server, may_start = True, True
 # The GPUs that a user lets us see; a test that is not marked ``gpu`` is about CPUs, and sees none.
@@ -79,7 +84,7 @@ def environment(**extra: str) -> dict[str, str]:
     kept = {k: v for k, v in whole.items() if k not in LAUNCHER_VARIABLES}
     # `torchrun` and `python3` are those of this environment, activated or not.
     path = f"{Path(sys.executable).parent}:{kept.get('PATH', os.defpath)}"
-    unmarked = kept | THREADS | {"PATH": path, "PYTHONUNBUFFERED": "1"}
+    unmarked = kept | SETTINGS | {"PATH": path, "PYTHONUNBUFFERED": "1"}
     if use_fork_server:
         fork_server.install(unmarked)
     name, value = MARK.split("=")

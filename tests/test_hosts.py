@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import ROOT, Finished, environment, finish, summary
+from tests.processes import ROOT, Finished, environment, finish, run, summary
 from tests.test_launch import (
     SHORT,
     Row,
@@ -21,6 +22,7 @@ from tests.test_launch import (
     path_of_python,
     row,
 )
+from tests.test_scripts import command, flags, succeed
 
 pytestmark = [
     pytest.mark.slow,
@@ -288,6 +290,20 @@ def test_a_host_that_cannot_be_reached(
     assert "missing: 1." in error_lines(ended[0])[0]
     assert "Rank 0 is missing" in error_lines(ended[1])[0]
     assert max(one.seconds for one in ended) < 25
+
+
+def test_a_name_server_that_never_answers_costs_little(synthetic_dir: Path, tmp_path: Path) -> None:
+    """PyTorch asks it for the name of each address; glibc would wait ten seconds each time."""
+    (tmp_path / "resolv.conf").write_text("nameserver 127.77.0.1\n")
+    with_it = 'mount --bind "$0" /etc/resolv.conf && exec "$@"'
+    words = flags(synthetic_dir, tmp_path / "run", "--max-steps", 3, "--rdzv-timeout", 10)
+    wrapper = ["unshare", "-m", "bash", "-c", with_it, tmp_path / "resolv.conf"]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
+        silent.bind(("127.77.0.1", 53))
+        ended = run(*wrapper, "env", "-u", "RES_OPTIONS", *command("spawn", 3, *words), real=True)
+        silent.settimeout(1)
+        assert silent.recv(512), "nobody has asked"
+    succeed(ended)
 
 
 def test_the_doctor_finds_names_that_resolve_to_loopback(

@@ -134,6 +134,9 @@ def _meet(args: argparse.Namespace, launch: Launch) -> Job:
         gpus=distributed.find_gpus(devices) if backend == "nccl" else [],
         wait_seconds=args.rdzv_timeout,
     )
+    # PyTorch looks up the name of every address that it connects to, at both ends, and one name
+    # server that does not answer takes ten seconds. glibc reads this at its first lookup.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     store: dist.Store = dist.HashStore()
     members = [own]
     if launch.world_size > 1:
