@@ -17,11 +17,9 @@ def listen(port: int) -> socket.socket:
     Raises:
         OSError: the port is taken.
     """
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
-        )
-    return socket.create_server(("", port), backlog=1024)
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=both)
 
 
 def probe(host: str, port: int) -> tuple[str, str]:
