@@ -17,8 +17,6 @@ from utils.metrics import OutOfStep
 
 Result = TypeVar("Result")
 
-CPU = torch.device("cpu")  # over gloo also where the group has NCCL: the GPU's queue is left alone
-
 
 def choose_backend(backend: str, device: torch.device) -> str:
     """Return the backend to use on a device: ``auto`` is nccl for CUDA, gloo otherwise.
@@ -103,7 +101,8 @@ def call_on_rank_0(function: Callable[..., Result], *args: Any) -> Result:
             raised, outcome[1:] = error, [str(error), error.exit_status]
         except Exception as error:
             raised, outcome[1:] = error, [f"rank 0 failed ({describe(error)})", 1]
-    dist.broadcast_object_list(outcome, src=0, device=CPU)
+    # PyTorch sends objects over gloo where the group has it, and leaves the GPU's queue alone.
+    dist.broadcast_object_list(outcome, src=0)
     if raised is not None:
         raise raised
     result, message, status = outcome
@@ -190,15 +189,15 @@ def check_same(model: nn.Module, **facts: Any) -> None:
 
     own = {name.replace("_", " "): str(fact) for name, fact in facts.items()}
     own |= {name: describe(parameter) for name, parameter in model.named_parameters()}
-    main = call_on_rank_0(lambda: own)
-    names = [name for name in main | own if own.get(name) != main.get(name)]
-    differ = [rank for rank, count in enumerate(gather(len(names))) if count]
-    if differ:
-        problem = [names and f"{names[0]}: {own.get(names[0])}, rank 0 {main.get(names[0])}"]
-        dist.broadcast_object_list(problem, src=differ[0], device=CPU)
-        raise UsageError(
-            f"rank {differ[0]} has {problem[0]}: start every rank with the same code and data"
-        )
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
+    for rank, theirs in enumerate(ranks):
+        for name in ranks[0] | theirs:
+            if theirs.get(name) != ranks[0].get(name):
+                raise UsageError(
+                    f"rank {rank} has {name}: {theirs.get(name)}, rank 0 {ranks[0].get(name)}:"
+                    " start every rank with the same code and data"
+                )
 
 
 def warm_up(model: DistributedDataParallel, images: Tensor) -> None:
