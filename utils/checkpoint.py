@@ -47,7 +47,7 @@ class Checkpointer:
     every: int | None = None
     write: bool = True
     read: Callable[[Callable[[], Any]], Any] = lambda function: function()
-    saved_step: int | None = field(default=None, init=False)  # of last.pt, if this process wrote it
+    last_step: int = field(default=0, init=False)  # of last.pt; 0 where it is damaged
 
     def due(self, progress: Progress) -> bool:
         """Tell whether ``every`` asks for a checkpoint after this step."""
@@ -84,13 +84,12 @@ class Checkpointer:
             self.folder.mkdir(parents=True, exist_ok=True)
             kept = None
             if self.keep > 1 and last.exists():
-                step = self.saved_step if self.saved_step is not None else _step_of(last)
-                kept = self.folder / f"step-{step:08d}.pt"
+                kept = self.folder / f"step-{self.last_step:08d}.pt"
             replace_file(last, content.getbuffer(), keep_as=kept)
             older = sorted(filter(Path.is_file, self.folder.glob("step-*.pt")), reverse=True)
             for path in older[self.keep - 1 :]:
                 path.unlink()
-            self.saved_step = progress.global_step
+            self.last_step = progress.global_step
         except OSError as error:
             advice = "make room (or lower --keep) and " if error.errno in DISK else ""
             raise CheckpointError(
@@ -179,6 +178,8 @@ class Checkpointer:
             except CheckpointError as error:
                 problems.append(str(error))
                 continue
+            if path.name == "last.pt":
+                self.last_step = state["progress"]["global_step"]
             for problem in problems:
                 print(f"warning: {problem}; going on from {path}", file=sys.stderr)
             return state
@@ -254,10 +255,3 @@ def _is_like(given: dict[str, Any], own: dict[str, Any]) -> bool:
     kinds = [{name: type(value) for name, value in state.items()} for state in (given, own)]
     most = {int: 2**31, float: math.inf}  # the scaler counts in int32
     return kinds[0] == kinds[1] and all(0 <= v < most[type(v)] for v in given.values())
-
-
-def _step_of(path: Path) -> int:
-    try:
-        return read_checkpoint(path)["progress"]["global_step"]
-    except CheckpointError:
-        return 0  # damaged: the first to go
