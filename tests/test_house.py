@@ -36,7 +36,7 @@ ARROWS = {name_of(path): {module for module, _ in imports(path)} for path in PRO
     [
         # What stands, rounded up. The aims are 1,500, 250 and 650: what shrinks lowers its bound.
         ([*SCRIPTS, *TOP, *CORE], 2106),
-        (DATASETS, 290),
+        (DATASETS, 277),
         (CLUSTER, 917),
         *(([path], 250) for path in TOOLS),
         *(([path], 100) for path in LESSONS),
