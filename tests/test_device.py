@@ -49,6 +49,30 @@ def test_whose_number_of_threads_counts(
         torch.set_num_threads(before)
 
 
+IMPORTS = """
+import gc, sys, torch
+from utils import device
+if {early}: device.import_dynamo()
+print("torch._dynamo" in sys.modules, gc.get_stats()[2]["collections"], gc.isenabled())
+torch.optim.SGD(torch.nn.Linear(1, 1).parameters())
+print("torch._dynamo" in sys.modules)
+"""
+
+
+@pytest.mark.slow
+def test_what_an_optimizer_imports_is_imported_without_looking_for_garbage() -> None:
+    """Where the first one no longer imports it by itself, ``import_dynamo`` has to go."""
+
+    def lines(early: bool) -> list[str]:
+        code = IMPORTS.format(early=early)
+        return succeed(run(sys.executable, "-c", code, cwd=ROOT, real=True)).stdout.split()
+
+    late, early = lines(False), lines(True)
+    assert (late[0], late[3]) == ("False", "True")
+    assert (early[0], early[2:]) == ("True", ["True", "True"])
+    assert early[1] == late[1], "collections of the oldest generation"
+
+
 @pytest.mark.parametrize(("amp", "lines"), [("fp16", 1), ("bf16", 0), ("off", 0)])
 def test_fp16_on_a_cpu_is_warned_of(
     amp: str, lines: int, capsys: pytest.CaptureFixture[str]

@@ -2,6 +2,8 @@
 
 import contextlib
 import ctypes
+import gc
+import importlib
 import os
 import sys
 import zlib
@@ -78,6 +80,16 @@ def _keep_freed_memory() -> None:
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # the most that it takes
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def import_dynamo() -> None:
+    """Import what the first optimizer and DDP's constructor import in any case, a third sooner.
+
+    On its way Python would look for garbage, several times, in all that PyTorch consists of.
+    """
+    gc.disable()
+    importlib.import_module("torch._dynamo")
+    gc.enable()
 
 
 def usable_cores() -> int:

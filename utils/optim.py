@@ -5,6 +5,8 @@ import math
 import torch
 from torch import nn
 
+from utils.device import import_dynamo
+
 WARMUP_START = 0.1  # of the peak at the first step
 LONGEST_WARMUP = 0.3  # of the training; a single epoch of warm-up would leave nothing of one
 RULES = ("capped-linear", "linear", "sqrt", "none")
@@ -28,6 +30,7 @@ def build_optimizer(
     model: nn.Module, lr: float, momentum: float, weight_decay: float
 ) -> torch.optim.Optimizer:
     """Build SGD, with Nesterov's momentum where there is any (which torch has only then)."""
+    import_dynamo()
     optimizer = torch.optim.SGD(
         model.parameters(),
         lr=lr,

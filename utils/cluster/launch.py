@@ -22,7 +22,7 @@ from utils.cluster.network import choose_interface
 from utils.cluster.places import Address, AgentStore, File
 from utils.cluster.rendezvous import RendezvousError, meet
 from utils.cluster.signals import Stopped
-from utils.device import select_devices
+from utils.device import import_dynamo, select_devices
 from utils.errors import UsageError, UserError
 
 DESTROY_SECONDS = 5.0  # for the process group to go after a failure
@@ -84,6 +84,7 @@ def _run_rank(run: Run, args: argparse.Namespace, given: Launch | None = None) -
 
 def _meet_and_run(run: Run, args: argparse.Namespace, launch: Launch) -> int:
     job = _meet(args, launch)
+    import_dynamo()
     try:
         status = run(args, job)
         job.leave()
