@@ -262,8 +262,6 @@ def load_tensors(name: str, data_dir: str) -> tuple[TensorDataset, TensorDataset
         Two sets of samples (image, label): float [C, H, W] with mean 0 and variance 1, int64 [].
     """
     transform = Transform(torch.device("cpu"), name)
-    train_set, test_set = load_dataset(name, data_dir)
-    return (
-        TensorDataset(*transform(train_set.images, train_set.labels)),
-        TensorDataset(*transform(test_set.images, test_set.labels)),
-    )
+    sets = load_dataset(name, data_dir)
+    train_set, test_set = (TensorDataset(*transform(each.images, each.labels)) for each in sets)
+    return train_set, test_set

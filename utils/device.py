@@ -1,5 +1,6 @@
 """The hardware of a process: its device, threads, random generators and precision."""
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -85,10 +86,13 @@ def _keep_freed_memory() -> None:
 def import_dynamo() -> None:
     """Import what the first optimizer and DDP's constructor import in any case, a third sooner.
 
-    On its way Python would look for garbage, several times, in all that PyTorch consists of.
+    On its way Python would look for garbage, several times, in all that PyTorch consists of; and
+    later in the midst of the training. What is loaded now is no garbage until the end.
     """
     gc.disable()
     importlib.import_module("torch._dynamo")
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # or nanobind, of Triton, would tell of leaks
     gc.enable()
 
 
