@@ -86,13 +86,14 @@ def _keep_freed_memory() -> None:
 def import_dynamo() -> None:
     """Import what the first optimizer and DDP's constructor import in any case, a third sooner.
 
-    On its way Python would look for garbage, several times, in all that PyTorch consists of; and
-    later in the midst of the training. What is loaded now is no garbage until the end.
+    On its way Python would look for garbage, several times, in all that PyTorch consists of, later
+    in the midst of the training, and at the end for another second. Nothing of it is garbage.
     """
     gc.disable()
     importlib.import_module("torch._dynamo")
     gc.freeze()
-    atexit.register(gc.unfreeze)  # or nanobind, of Triton, would tell of leaks
+    if "triton" in sys.modules:  # at the end its nanobind would take what is left for leaks
+        atexit.register(gc.unfreeze)
     gc.enable()
 
 

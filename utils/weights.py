@@ -68,9 +68,8 @@ class WeightReport:
 
 def is_plain(value: Any) -> bool:
     """Tell whether a value is a tensor whose numbers lie in memory one by one."""
-    if not isinstance(value, Tensor) or value.is_quantized or value.is_nested:
-        return False
-    return value.layout == torch.strided
+    is_dense = isinstance(value, Tensor) and value.layout == torch.strided
+    return is_dense and not (value.is_quantized or value.is_nested)
 
 
 def match_weights(own: dict[str, Tensor], given: dict[str, Any]) -> WeightReport:
