@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import os
@@ -83,6 +84,7 @@ def _keep_freed_memory() -> None:
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
+@functools.cache
 def import_dynamo() -> None:
     """Import what the first optimizer and DDP's constructor import in any case, a third sooner.
 

@@ -247,9 +247,8 @@ class Logger:
                 pixels = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
                 pixels = pixels.view(picture.height, picture.width, 3)
                 # A group of its own, which leaves the curves of test/ side by side.
-                tag = f"test_images/{name}"
                 self._tensorboard().add_image(
-                    tag, pixels, self.progress.samples_seen, dataformats="HWC"
+                    f"test_images/{name}", pixels, self.progress.samples_seen, dataformats="HWC"
                 )
         test = Metrics(self.device, self.progress.test_sums)
         summary = self.facts | {
