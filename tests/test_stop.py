@@ -115,12 +115,12 @@ def test_a_second_ctrl_c_ends_at_once(
     technique: str, target: str, synthetic_dir: Path, tmp_path: Path
 ) -> None:
     """A launcher alone gets it from a batch system, every process from a terminal."""
-    # The first step takes a quarter of a minute or more, most of it one call. DDP's warm-up, before
+    # The first step takes many seconds, most of it in one call. DDP's warm-up, before
     # there is a run directory, takes as long as a step.
-    size = {"single": 20000, "dp": 10000, "spawn": 6000}[technique]
+    size = {"single": 20000, "dp": 10000, "spawn": 5000}[technique]
     extra = [*LONG, "--model", "basic", "--num-workers", 1, "--batch-size", size]
     process = start(*command(technique, 2, *flags(synthetic_dir, tmp_path / "run", *extra)))
-    wait_until((tmp_path / "run" / "status.json").exists)
+    wait_until((tmp_path / "run" / "status.json").exists, 150)
     time.sleep(1.0)
     for pid in TARGETS[target](process):
         os.kill(pid, signal.SIGINT)
