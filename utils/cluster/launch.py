@@ -84,7 +84,7 @@ def _run_rank(run: Run, args: argparse.Namespace, given: Launch | None = None) -
 
 def _meet_and_run(run: Run, args: argparse.Namespace, launch: Launch) -> int:
     job = _meet(args, launch)
-    import_dynamo()
+    import_dynamo()  # or DDP's constructor would, more slowly
     try:
         status = run(args, job)
         job.leave()
@@ -135,12 +135,12 @@ def _meet(args: argparse.Namespace, launch: Launch) -> Job:
         gpus=distributed.find_gpus(devices) if backend == "nccl" else [],
         wait_seconds=args.rdzv_timeout,
     )
-    # PyTorch looks up the name of every address that it connects to, at both ends, and one name
-    # server that does not answer takes ten seconds. glibc reads this at its first lookup.
-    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     store: dist.Store = dist.HashStore()
     members = [own]
     if launch.world_size > 1:
+        # PyTorch looks up the name of every address that it connects to, at both ends, and one name
+        # server that does not answer takes ten seconds. glibc reads this at its first lookup.
+        os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
         store, members = meet(_meeting_place(args.init_method, launch), own)
     for member in members:
         mates = [other.rank for other in members if other.host == member.host]
