@@ -16,8 +16,7 @@ import os
 import sys
 from datetime import timedelta
 
-import utils.cluster.quiet  # first: from here on Ctrl-C ends quietly
-import utils.spinning  # noqa: F401  before torch, whose OpenMP reads it when it is loaded
+import utils.early  # noqa: F401  first: it makes settings that torch reads when it is imported
 
 import torch.distributed as dist
 from torch import nn
@@ -26,15 +25,14 @@ from torch.utils.data import DataLoader
 
 import data
 import models
-from utils import config, distributed, engine, optim
+from utils import config, distributed, engine, optim, output, signals
 from utils.checkpoint import Checkpointer
-from utils.cluster import output, signals
 from utils.cluster.launch import Job, launch
-from utils.cluster.run_dir import open_run
 from utils.device import Precision, select_devices, setup_device, setup_seed
 from utils.logger import Logger
 from utils.metrics import Metrics
 from utils.progress import Progress
+from utils.run_dir import open_run
 from utils.weights import load_weights
 
 # DDP: flags, run directory and logs go by this name.

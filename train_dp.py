@@ -10,24 +10,22 @@ Read it next to train_single.py: `diff train_single.py train_dp.py`.
 import argparse
 import sys
 
-import utils.cluster.quiet  # first: from here on Ctrl-C ends quietly
-import utils.spinning  # noqa: F401  before torch, whose OpenMP reads it when it is loaded
+import utils.early  # noqa: F401  first: it makes settings that torch reads when it is imported
 
 from torch import nn
 from torch.utils.data import DataLoader
 
 import data
 import models
-from utils import config, engine, optim
+from utils import config, engine, optim, output, signals
 from utils.checkpoint import Checkpointer
-from utils.cluster import output, signals
-from utils.cluster.run_dir import open_run
 from utils.data_parallel import CPUDataParallel, select_devices
 from utils.device import Precision, setup_device, setup_seed
 from utils.errors import guard
 from utils.logger import Logger
 from utils.metrics import Metrics
 from utils.progress import Progress
+from utils.run_dir import open_run
 from utils.weights import load_weights
 
 # DP: flags, run directory and logs go by this name.

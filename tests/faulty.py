@@ -21,7 +21,7 @@ import data
 import models
 import train_ddp
 from utils import logger
-from utils.cluster.signals import StopRequest
+from utils.signals import StopRequest
 
 poll, calls = StopRequest.poll, 0
 

@@ -31,10 +31,10 @@ import models
 from tests.processes import ROOT, environment, finish, script, start
 from tests.processes import run as run_command
 from utils import data_parallel
-from utils.cluster.signals import Stopped
 from utils.datasets import fetch, idx, prepare, sources
 from utils.datasets.digits import draw_digits
 from utils.files import FileLock
+from utils.signals import Stopped
 
 CPU = torch.device("cpu")
 PREPARE = (sys.executable, ROOT / "scripts/tools/prepare_data.py")

@@ -121,7 +121,7 @@ def test_threads_that_wait_soon_sleep(technique: str) -> None:
     ],
 )
 def test_a_users_own_word_on_waiting_counts(own: list[str], expected: str) -> None:
-    show = f"import utils.spinning, os; print(*map(os.getenv, {UNSET[1::2]}))"
+    show = f"import utils.early, os; print(*map(os.getenv, {UNSET[1::2]}))"
     ended = run("env", *UNSET, *own, sys.executable, "-c", show)
     assert ended.returncode == 0, ended.text
     assert ended.stdout == f"{expected}\n"

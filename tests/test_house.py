@@ -20,7 +20,7 @@ from tests.sources import (
 TOP = [ROOT / "models.py", ROOT / "data.py"]
 PROJECT = [*SCRIPTS, *TOP, *CORE, *DATASETS, *CLUSTER]
 # What the cluster room may use of the core: its smallest; the launch, what a rank consists of.
-SMALLEST = {"utils.errors", "utils.files"}
+SMALLEST = {"utils.errors", "utils.files", "utils.signals"}
 OF_LAUNCH = SMALLEST | {"utils.config", "utils.device", "utils.distributed", "utils.metrics"}
 
 
@@ -35,9 +35,9 @@ ARROWS = {name_of(path): {module for module, _ in imports(path)} for path in PRO
     ("room", "limit"),
     [
         # What stands, rounded up. The aims are 1,500, 250 and 650: what shrinks lowers its bound.
-        ([*SCRIPTS, *TOP, *CORE], 2106),
+        ([*SCRIPTS, *TOP, *CORE], 2313),
         (DATASETS, 277),
-        (CLUSTER, 917),
+        (CLUSTER, 711),
         *(([path], 250) for path in TOOLS),
         *(([path], 100) for path in LESSONS),
         *(([path], 55) for path in MINIMAL),

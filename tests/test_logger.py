@@ -16,12 +16,12 @@ import data
 import models
 from tests.processes import ROOT, run, summary
 from utils import config, logger
-from utils.cluster.run_dir import RunDir
-from utils.cluster.status import Status
 from utils.errors import UserError
 from utils.logger import Logger
 from utils.metrics import Metrics
 from utils.progress import Progress
+from utils.run_dir import RunDir
+from utils.status import Status
 
 CPU = torch.device("cpu")
 TAGS = {"test_images/confusion_matrix", "test_images/mistakes"}

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from tests.processes import ROOT, finish, run, script, start
 from tests.test_launch import error_lines, free_port
-from utils.cluster import rendezvous, signals
+from utils import signals
+from utils.cluster import rendezvous
 from utils.cluster.members import Member
 from utils.cluster.places import Address, File
 from utils.cluster.rendezvous import RendezvousError

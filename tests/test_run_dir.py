@@ -14,8 +14,8 @@ import pytest
 
 from tests.processes import ROOT, Finished, run, script, summary
 from tests.test_scripts import flags, succeed
-from utils.cluster.run_dir import Complete, RunDir, open_run, read_status
 from utils.errors import UsageError, UserError
+from utils.run_dir import Complete, RunDir, open_run, read_status
 
 QUICK = ["--model", "linear", "--no-tensorboard"]
 
@@ -219,7 +219,7 @@ def test_a_status_that_may_not_be_read_is_damaged(tmp_path: Path) -> None:
     for folder in (tmp_path, *of_pytest, tmp_path / "run"):
         folder.chmod(0o777)
     code = (
-        "import os, sys; from pathlib import Path; from utils.cluster.run_dir import read_status\n"
+        "import os, sys; from pathlib import Path; from utils.run_dir import read_status\n"
         "os.setuid(65534)\n"
         "print(read_status(Path(sys.argv[1])))"
     )
@@ -283,7 +283,7 @@ def test_a_lock_that_is_none(tmp_path: Path) -> None:
     assert not (tmp_path / "target").exists(), "nothing outside the folder is written"
 
 
-OPEN = "import sys; from utils.cluster.run_dir import open_run; from utils.errors import guard\n"
+OPEN = "import sys; from utils.run_dir import open_run; from utils.errors import guard\n"
 OPEN += "def work(): print(open_run(sys.argv[1], 'single', False, 1, None)); return 0\n"
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.processes import MARK, finish, run, start
 from tests.test_scripts import HARD, command, final_state, flags, succeed
-from utils.cluster import signals
+from utils import signals
 
 # Nearly a minute of training, and an evaluation of less than a second.
 LONG = ["--model", "convnet", "--max-steps", 2000, "--save-every-steps", 3]
@@ -188,7 +188,7 @@ def test_ctrl_c_while_spawned_ranks_import_is_quiet(synthetic_dir: Path, tmp_pat
     assert "Traceback" not in result.text
 
 
-INSTALL = "import os, signal, time; from utils.cluster import signals; signals.install_handlers()\n"
+INSTALL = "import os, signal, time; from utils import signals; signals.install_handlers()\n"
 INSTALL += "def kill(name): os.kill(os.getpid(), getattr(signal, name)); time.sleep(0.1)\n"
 
 

@@ -17,10 +17,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from data import ImageSet
-from utils import pictures
-from utils.cluster import signals
-from utils.cluster.run_dir import RunDir
-from utils.cluster.status import Status
+from utils import pictures, signals
 from utils.device import peak_memory
 from utils.errors import UserError, describe, end_workers
 from utils.errors import explain as explain_framework
@@ -28,6 +25,8 @@ from utils.files import append_line, replace_file, to_json, write_json
 from utils.metrics import Metrics
 from utils.profiler import LAST_STEP, StepProfiler
 from utils.progress import Progress
+from utils.run_dir import RunDir
+from utils.status import Status
 from utils.throughput import WARMUP_STEPS, Throughput, seconds_since_start
 from utils.weights import WeightReport, weights_sha256
 

@@ -44,8 +44,8 @@ from host import (
 )
 
 import data
-from utils import config, distributed
-from utils.cluster import members, signals
+from utils import config, distributed, signals
+from utils.cluster import members
 from utils.cluster.launch import Job, launch
 from utils.datasets.prepare import PREPARED_NAME
 from utils.device import select_devices, setup_device, usable_cores

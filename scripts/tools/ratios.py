@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import utils.spinning  # noqa: F401  the bare loop's threads wait as those of the scripts do
+import utils.early  # noqa: F401  the bare loop's threads wait as those of the scripts do
 
 import torch
 import torch.nn.functional as F

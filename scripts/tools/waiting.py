@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from utils.spinning import SPINS
+from utils.early import SPINS
 
 import trial
 

@@ -21,9 +21,9 @@ from utils.cluster.members import Member, host_identity
 from utils.cluster.network import choose_interface
 from utils.cluster.places import Address, AgentStore, File
 from utils.cluster.rendezvous import RendezvousError, meet
-from utils.cluster.signals import Stopped
 from utils.device import import_dynamo, select_devices
 from utils.errors import UsageError, UserError
+from utils.signals import Stopped
 
 DESTROY_SECONDS = 5.0  # for the process group to go after a failure
 

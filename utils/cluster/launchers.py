@@ -17,7 +17,7 @@ from typing import Any
 import torch.multiprocessing as mp
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from utils.cluster import signals
+from utils import signals
 from utils.errors import UsageError
 
 DEFAULT_PORT = 29500

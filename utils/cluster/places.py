@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from utils.cluster.calls import call_within
 from utils.cluster.network import own_addresses
-from utils.cluster.signals import Stopped
 from utils.errors import UsageError
 from utils.files import replace_file
+from utils.signals import Stopped
 
 AGENT_SECONDS = 5.0  # for torchrun's store to answer; it is there before the ranks are
 MAX_BYTES = 65_536  # of what a rank publishes, or says about itself

@@ -19,7 +19,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from utils.cluster import signals
+from utils import signals
 from utils.cluster.calls import POLL_SECONDS, call_within
 from utils.cluster.members import (
     Member,
