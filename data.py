@@ -5,7 +5,6 @@ share a single copy of the images.
 """
 
 import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch.utils.data import Dataset, DistributedSampler, TensorDataset
 
 from utils.datasets.prepare import load_prepared, prepare
 from utils.datasets.sources import SOURCES, DataError
-from utils.files import Sleep
 
 EVAL_BATCH_SIZE = 500  # fits a CPU's cache; the result does not depend on it
 
@@ -232,7 +230,7 @@ class RandomShift:
         return pieces.as_strided(images.shape, (size, *inner))
 
 
-def load_dataset(name: str, data_dir: str, sleep: Sleep = time.sleep) -> tuple[ImageSet, ImageSet]:
+def load_dataset(name: str, data_dir: str) -> tuple[ImageSet, ImageSet]:
     """Load training set and test set, preparing them where no process has yet.
 
     Safe to call from all processes of a job at once, on a disk of one node or on a shared one:
@@ -241,12 +239,11 @@ def load_dataset(name: str, data_dir: str, sleep: Sleep = time.sleep) -> tuple[I
     Args:
         name: a key of ``SOURCES``.
         data_dir: folder in torchvision's layout (``MNIST/raw/...``).
-        sleep: waits some seconds, or raises where nothing is waited for any more.
 
     Raises:
         DataError: the data is missing or damaged.
     """
-    tensors = load_prepared(prepare(name, data_dir, sleep))
+    tensors = load_prepared(prepare(name, data_dir))
     return (
         ImageSet(tensors["train_images"], tensors["train_labels"]),
         ImageSet(tensors["test_images"], tensors["test_labels"]),

@@ -120,14 +120,14 @@ def loss_and_correct(
 
     Args:
         outputs: of the model, logits [B, C].
-        targets: what the data set holds, class numbers int64 [B].
-        label_smoothing: of the training; the evaluation has none.
+        targets: of the data set, class numbers int64 [B], on any device.
+        label_smoothing: of training. An evaluation has none.
 
     Returns:
         A float [], and bool [B].
 
     Raises:
-        UsageError: targets of another kind, with which the loss would not fail, but mean nothing.
+        UsageError: targets of another kind. The loss would not fail, but mean nothing.
     """
     if targets.dtype != torch.int64 or targets.ndim != 1:
         kind, shape = str(targets.dtype).removeprefix("torch."), list(targets.shape)
@@ -135,5 +135,6 @@ def loss_and_correct(
             f"the targets are {kind} {shape}, and cross-entropy takes class numbers, int64 [B]:"
             " convert them, or change loss_and_correct in models.py"
         )
+    targets = targets.to(outputs.device)  # on which DataParallel gathers its outputs
     loss = F.cross_entropy(outputs, targets, label_smoothing=label_smoothing)
     return loss, outputs.detach().argmax(1) == targets

@@ -1,4 +1,4 @@
-"""Train MNIST with nn.DataParallel: one process, a thread for each device.
+"""Train MNIST with nn.DataParallel: one process, with a thread for each device.
 
     python train_dp.py
     python train_dp.py --devices 0,1 --output-device 1
@@ -12,37 +12,32 @@ import sys
 
 import utils.early  # noqa: F401  first: it makes settings that torch reads when it is imported
 
+import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 import data
 import models
-from utils import config, engine, optim, output, signals
-from utils.checkpoint import Checkpointer
-from utils.data_parallel import CPUDataParallel, select_devices
+from utils import config, optim, output, signals
+from utils.data_parallel import CPUDataParallel, keep_autocast_dtype, select_devices
 from utils.device import Precision, setup_device, setup_seed
 from utils.errors import guard
-from utils.logger import Logger
-from utils.metrics import Metrics
-from utils.progress import Progress
-from utils.run_dir import open_run
+from utils.evaluation import evaluate
+from utils.run import Run
 from utils.weights import load_weights
 
-# DP: flags, run directory and logs go by this name.
-TECHNIQUE = "dp"
 
-
-def run(args: argparse.Namespace) -> int:
+def train(args: argparse.Namespace) -> int:
     """Train as ``args`` say and return the exit status."""
-    train_set, test_set = data.load_dataset(args.dataset, args.data_dir, signals.sleep)
-    # DP: several devices, on the first of which the model lives.
+    train_set, test_set = data.load_dataset(args.dataset, args.data_dir)
+    # DP: several devices. The model lives on the first one.
     device, devices = select_devices(args.device, args.devices, args.replicas, args.output_device)
     setup_device(device, args.threads)
     setup_seed(args.seed, args.deterministic)
 
     if args.data_on_device:
         train_set, test_set = train_set.to(device), test_set.to(device)
-    # DP: --batch-size is what each device gets.
+    # DP: --batch-size is the share of each device.
     global_batch_size = args.batch_size * len(devices) * args.grad_accum_steps
     sampler = data.EpochSampler(train_set, global_batch_size, seed=args.seed)
     options = data.loader_options(train_set, args.num_workers, device)
@@ -52,96 +47,60 @@ def run(args: argparse.Namespace) -> int:
     transform = data.Transform(device, args.dataset, args.augment)
 
     raw_model = models.build_model(args.model).to(device)
-    init_report = None
     if args.init_weights:
-        init_report = load_weights(raw_model, args.init_weights)
+        load_weights(raw_model, args.init_weights)
     if args.compile:
         raw_model.compile()
-    # DP: each forward splits the batch, copies the model to every device, runs the copies in
-    # threads and gathers their outputs on one device; the backward sums their gradients there.
+    precision = Precision(device, args.amp)
+    # DP: wrapping copies nothing yet. On a CPU nn.DataParallel would only call the model, hence a
+    # stand-in that runs the same algorithm on CPU threads.
     model: nn.DataParallel = CPUDataParallel(raw_model, len(devices))
-    if device.type != "cpu":  # where nn.DataParallel would only call the model: hence the stand-in
+    if device.type != "cpu":
         model = nn.DataParallel(raw_model, device_ids=devices, output_device=args.output_device)
+    keep_autocast_dtype(raw_model, precision)  # PyTorch's threads would forget bf16
 
     lr = optim.scale_lr(args.lr, args.lr_scaling, global_batch_size, config.DEFAULT_BATCH_SIZE)
     optimizer = optim.build_optimizer(raw_model, lr, args.momentum, args.weight_decay)
     schedule = optim.Schedule(optimizer, len(train_set), args.epochs, args.warmup_epochs)
-    precision = Precision(device, args.amp)
+    scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
 
-    run_dir = open_run(args.run_dir, TECHNIQUE, args.resume, args.epochs, args.max_steps)
-    checkpointer = Checkpointer(
-        run_dir.path / "checkpoints",
-        raw_model,
-        optimizer,
-        precision.scaler,
-        identity={"model": args.model, "dataset": args.dataset, "seed": args.seed},
-        keep=args.keep,
-        every=args.save_every_steps,
-    )
-    progress = Progress(len(train_set), global_batch_size, args.epochs, args.max_steps)
-    checkpointer.resume(progress, run_dir.resume)
-    stop = signals.StopRequest()
-    logger = Logger(
-        run_dir,
-        raw_model,
-        device,
-        progress,
-        config.facts(args),
-        config.flags(args),
-        lr=lr,
-        # DP: all in one process.
-        num_devices=len(devices),
-        init_report=init_report,
-        log_every=args.log_every,
-        profile=args.profile,
-        show_bar=args.progress,
-        tensorboard=args.tensorboard,
-    )
-
-    def after_step(metrics: Metrics) -> bool:
-        """Report and save if it is time to; tell whether to leave the epoch here."""
-        logger.log_step(metrics, schedule.lr)
-        if stop.poll() or checkpointer.due(progress):
-            progress.train_sums = metrics.state()
-            checkpointer.save(progress)
-        return stop.signal is not None
-
-    with logger:
-        while not progress.is_finished:
-            sampler.set_epoch(progress.epoch, progress.epoch_samples)
-            train_metrics = engine.train_one_epoch(
-                model,
-                logger.track(train_loader),
-                transform,
-                optimizer,
-                schedule,
-                precision,
-                progress,
-                grad_accum_steps=args.grad_accum_steps,
-                max_grad_norm=args.max_grad_norm,
-                label_smoothing=args.label_smoothing,
-                seed=args.seed,
-                after_step=after_step,
-            )
-            if stop.signal:
-                logger.stopped(stop.name)
-                return 128 + stop.signal
-            test_metrics, predictions = engine.evaluate(
-                raw_model, test_loader, transform, precision
-            )
-            logger.log_epoch(train_metrics, test_metrics, predictions, schedule.lr)
-            progress.end_epoch(train_metrics.state(), test_metrics.state())
-            checkpointer.save(progress)
-        logger.complete(test_set)
-    return 0
+    with Run(args, device, sampler, raw_model, optimizer, scaler) as run:
+        while not run.progress.is_finished:
+            sampler.set_epoch(run.progress.epoch, run.progress.epoch_samples)
+            model.train()
+            for micro_step, (images, targets) in enumerate(run.batches(train_loader), start=1):
+                is_last = micro_step % args.grad_accum_steps == 0
+                images, targets = transform(images, targets, train=True)
+                with precision.autocast():
+                    # DP: splits the batch, copies the model to every device, runs the copies in
+                    # threads, and gathers their outputs on one device. Each forward does all that.
+                    outputs = model(images)
+                    loss, correct = models.loss_and_correct(outputs, targets, args.label_smoothing)
+                # DP: the backward sums the gradients of all copies on the first device. The loss is
+                # the mean over the gathered batch, so the sum is the gradient of the whole batch.
+                scaler.scale(loss / args.grad_accum_steps).backward()
+                run.metrics.update(loss, correct)
+                if is_last:
+                    if args.max_grad_norm:
+                        scaler.unscale_(optimizer)  # or the norm would be that of a multiple
+                        nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+                    schedule.set(run.progress.samples_seen)
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
+                    run.end_step()
+            if run.signal:
+                break
+            run.end_epoch(evaluate(raw_model, test_loader, transform, precision))
+    return run.exit_status
 
 
 def main() -> int:
     """Parse the command line, train, and return the exit status."""
     output.protect()
     signals.install_handlers()
-    args = config.parse_args(TECHNIQUE, __doc__)
-    return guard(run, args)
+    args = config.parse_args(__file__, __doc__)
+    return guard(train, args)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """The command line: flags in groups, checked before anything starts."""
 
 import argparse
-import math
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 import models
@@ -18,7 +19,7 @@ MAX_THREADS = 4096  # far beyond which OpenMP crashes
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Say what is wrong in one line: under torchrun N usages would bury it."""
+    """Say what is wrong in one line. Under torchrun N usages would bury it."""
 
     def error(self, message: str) -> NoReturn:
         if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
@@ -28,28 +29,18 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def number(
-    kind: Callable[[str], Any],
-    least: float = -math.inf,
-    above: float = -math.inf,
-    most: float = 2**53,
+    kind: Callable[[str], Any], low: float = 0, high: float = 2**53, is_open: bool = False
 ) -> Callable[[str], Any]:
-    """Return an argparse type: a number from ``least`` to ``most``, and greater than ``above``."""
+    """Return an argparse type: a number from ``low`` to ``high``, both excluded if ``is_open``."""
     name = "a whole number" if kind is int else "a number"
+    bounds = f"between {low:g} and {high:g}" if is_open else f"from {low:g} to {high:g}"
 
     def parse(text: str) -> Any:
-        try:
+        with suppress(ValueError):
             value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text[:50]!r} is not {name}") from None
-        if not math.isfinite(value):
-            raise argparse.ArgumentTypeError(f"{text[:50]!r} is not finite")
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{text[:50]} is less than {least}")
-        if value <= above:
-            raise argparse.ArgumentTypeError(f"{text[:50]} is not greater than {above}")
-        if value > most:
-            raise argparse.ArgumentTypeError(f"{text[:50]} is greater than {most:g}")
-        return value
+            if low < value < high or (not is_open and value in (low, high)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text[:50]!r} is not {name} {bounds}")
 
     return parse
 
@@ -67,10 +58,11 @@ def device_ids(text: str) -> list[int]:
     return ids
 
 
-COUNT, SIZE = number(int, least=0), number(int, least=1)
-NON_NEGATIVE, POSITIVE = number(float, least=0), number(float, above=0)
-RANKS = number(int, least=1, most=2**20)
-SECONDS = number(float, above=0, most=MAX_SECONDS)
+COUNT, SIZE = number(int), number(int, low=1)
+NON_NEGATIVE, POSITIVE = number(float), number(float, is_open=True)
+FRACTION = number(float, low=-1e-9, high=1, is_open=True)
+RANKS = number(int, low=1, high=2**20)
+SECONDS = number(float, high=MAX_SECONDS, is_open=True)
 
 
 def build_parser(technique: str, description: str | None) -> argparse.ArgumentParser:
@@ -104,9 +96,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=SIZE, default=DEFAULT_BATCH_SIZE, help="per device and micro-step")
     add("--lr", type=POSITIVE, default=0.1, help=f"peak, at a global batch of {DEFAULT_BATCH_SIZE}")
     add("--lr-scaling", choices=RULES, default=RULES[0], help="of the rate with the global batch")
-    add("--momentum", type=number(float, least=0), default=0.9)
+    add("--momentum", type=FRACTION, default=0.9)
     add("--weight-decay", type=NON_NEGATIVE, default=5e-4)
-    add("--label-smoothing", type=NON_NEGATIVE, default=0.05)
+    add("--label-smoothing", type=FRACTION, default=0.05)
     add("--warmup-epochs", type=NON_NEGATIVE, default=1.0)
     add("--grad-accum-steps", type=SIZE, default=1, help="micro-steps per step")
     add("--max-grad-norm", type=NON_NEGATIVE, default=1.0, help="clip the gradient; 0: do not")
@@ -114,22 +106,18 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("hardware").add_argument
     add("--device", choices=["auto", "cpu", "cuda", "mps", "xpu"], default="auto")
     add("--devices", type=device_ids, help="logical ids, after CUDA_VISIBLE_DEVICES: 0,3")
-    add(
-        "--threads",
-        type=number(int, least=1, most=MAX_THREADS),
-        help="per process (default: OMP_NUM_THREADS without torchrun, or cores / processes)",
-    )
+    threads = number(int, low=1, high=MAX_THREADS)
+    add("--threads", type=threads, help="per process (default: OMP_NUM_THREADS, or a fair share)")
     add("--amp", choices=["off", "bf16", "fp16"], default="off")
     add("--compile", action="store_true", help="torch.compile the model")
-    add("--seed", type=COUNT, default=0)
+    add("--seed", type=number(int, high=2**32 - 1), default=0)
     add("--deterministic", action="store_true", help="refuse unstable kernels")
 
     add = parser.add_argument_group("run").add_argument
     add("--run-dir", help="default: a new folder below runs/")
-    add("--resume", action="store_true", help="go on in --run-dir (default: this script's latest)")
+    add("--resume", action="store_true", help="continue in --run-dir (default: the latest)")
     add("--init-weights", metavar="FILE", help="start from a checkpoint's weights")
     add("--save-every-steps", type=SIZE, help="also save within epochs")
-    add("--keep", type=SIZE, default=2, help="how many checkpoints to keep")
     add("--profile", action="store_true", help="trace some steps of the first epoch")
     add("--log-every", type=SIZE, default=50, help="steps")
     add("--no-tensorboard", dest="tensorboard", action="store_false")
@@ -139,11 +127,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 def _add_dp(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("DataParallel").add_argument
     add("--output-device", type=COUNT, help="gathers outputs (default: the first)")
-    add(
-        "--replicas",
-        type=number(int, least=1, most=256),
-        help="CPU threads in the place of GPUs: 2",
-    )
+    replicas = number(int, low=1, high=256)
+    add("--replicas", type=replicas, help="CPU threads instead of GPUs (default: 2)")
 
 
 def _add_ddp(parser: argparse.ArgumentParser) -> None:
@@ -153,28 +138,27 @@ def _add_ddp(parser: argparse.ArgumentParser) -> None:
     add("--rank", type=COUNT, help="of this process, where no launcher gives it")
     add("--world-size", type=RANKS, help="goes with --rank")
     add("--local-rank", "--local_rank", type=COUNT, help=argparse.SUPPRESS)
-    add("--nprocs", type=RANKS, help="start so many processes, without a launcher")
+    add("--nprocs", type=RANKS, help="start this many processes, without a launcher")
     add("--nnodes", type=RANKS, default=1, help="goes with --nprocs")
     add("--node-rank", type=COUNT, default=0, help="goes with --nprocs")
     add("--rdzv-timeout", type=SECONDS, default=120.0, help="wait for all ranks, seconds")
     add("--timeout", type=SECONDS, default=600.0, help="of a collective, seconds")
     add("--sync-bn", action="store_true", help="batch statistics over all ranks")
-    add(
-        "--bucket-cap-mb",
-        type=number(float, above=0, most=2**20),
-        help="size of a gradient bucket (default: PyTorch's, 1 for the first and 25)",
-    )
-    add(
-        "--find-unused-parameters",
-        action="store_true",
-        help="for models of which a forward does not use every parameter",
-    )
+    add("--bucket-cap-mb", type=POSITIVE, help="gradient bucket (default: PyTorch's, 1 then 25)")
+    add("--find-unused-parameters", action="store_true", help="if a forward leaves some unused")
 
 
 def parse_args(
-    technique: str, description: str | None, argv: list[str] | None = None
+    script: str, description: str | None, argv: list[str] | None = None
 ) -> argparse.Namespace:
-    """Parse and check the command line; on an error print one line and exit with status 2."""
+    """Parse and check the command line. On an error print one line and exit with status 2.
+
+    Args:
+        script: the file ``train_<technique>.py``.
+        description: its docstring.
+        argv: the arguments, or None for those of this process.
+    """
+    technique = Path(script).stem.removeprefix("train_")
     parser = build_parser(technique, description)
     args = parser.parse_args(argv)
     args.technique = technique
@@ -191,31 +175,23 @@ def shared(args: argparse.Namespace) -> dict[str, Any]:
         " save_every_steps bucket_cap_mb find_unused_parameters lr_scaling momentum weight_decay"
         " label_smoothing warmup_epochs max_grad_norm augment"
     )
-    return {name: getattr(args, name) for name in names.split()}
-
-
-def facts(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what ``summary.json`` tells of the command."""
-    names = ("technique", "dataset", "model", "batch_size", "seed", "amp")
-    return {"script": f"train_{args.technique}.py"} | {n: getattr(args, n) for n in names}
-
-
-def flags(args: argparse.Namespace) -> dict[str, Any]:
-    """Return all flags, for the record."""
-    return {name: value for name, value in vars(args).items() if name != "technique"}
+    # Hosts may have the file of weights under other names.
+    return {name: getattr(args, name) for name in names.split()} | {
+        "init_weights": bool(args.init_weights)
+    }
 
 
 def find_conflict(args: argparse.Namespace) -> str | None:
     """Return why these arguments cannot be used together, or None."""
+    processes = os.environ.get("WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" in os.environ else "1"
+    if args.technique != "ddp" and processes != "1":
+        return (
+            f"train_{args.technique}.py is one process, and torchrun started {processes}: start it"
+            " with python, or use train_ddp.py"
+        )
     for flag in ("init_weights", "run_dir", "data_dir"):
         if getattr(args, flag) == "":
             return f"--{flag.replace('_', '-')} is empty: is a variable not set?"
-    if not 0 <= args.momentum < 1:
-        return f"--momentum {args.momentum} is not in [0, 1)"
-    if args.label_smoothing >= 1:
-        return f"--label-smoothing {args.label_smoothing} is not in [0, 1)"
-    if args.seed >= 2**32:
-        return f"--seed {args.seed} is not below 2**32"
     if args.devices is not None and args.device == "cpu":
         return "--devices names GPUs and cannot go with --device cpu"
     if args.technique == "single" and args.devices is not None and len(args.devices) > 1:
@@ -232,17 +208,12 @@ def find_conflict(args: argparse.Namespace) -> str | None:
 def _find_ddp_conflict(args: argparse.Namespace) -> str | None:
     if (args.rank is None) != (args.world_size is None):
         return "--rank and --world-size go together"
-    if args.rank is not None and args.rank >= args.world_size:
-        return f"--rank {args.rank} is not below --world-size {args.world_size}: ranks start at 0"
     if args.node_rank >= args.nnodes:
         return f"--node-rank {args.node_rank} is not below --nnodes {args.nnodes}: nodes start at 0"
     if args.nprocs is None and args.nnodes > 1:
         return "--nnodes and --node-rank go with --nprocs; torchrun has its own"
     if args.nprocs is not None and args.rank is not None:
         return "--nprocs numbers its processes itself: drop --rank and --world-size"
-    if not re.fullmatch(r"env://|tcp://[^/]+:\d{1,9}|file:///.+", args.init_method):
+    if not re.fullmatch(r"env://|tcp://[^/]+:[1-9]\d{0,4}|file:///.+", args.init_method):
         return f"--init-method {args.init_method} is not env://, tcp://host:port or file:///path"
-    port = args.init_method.rpartition(":")[2]
-    if args.init_method.startswith("tcp:") and not 0 < int(port) < 65_536:
-        return f"--init-method {args.init_method}: {port} is not a port (1 to 65535)"
     return None

@@ -1,4 +1,4 @@
-"""``nn.DataParallel``, on GPUs and, with its own algorithm, on the threads of a CPU."""
+"""What ``nn.DataParallel`` needs on GPUs, and its own algorithm on the threads of a CPU."""
 
 import threading
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from utils import device
 from utils.errors import UsageError
 
 START_SECONDS = 60.0  # for all threads of a forward to start
-CPU_REPLICAS = 2  # the least with which DataParallel splits anything
+CPU_REPLICAS = 2  # the fewest with which DataParallel splits anything
 
 
 def select_devices(
@@ -24,8 +24,8 @@ def select_devices(
     Args:
         kind: as for ``utils.device.select_devices``.
         ids: logical device ids, or None for all.
-        replicas: CPU threads in the place of GPUs; None for ``CPU_REPLICAS``.
-        output_device: logical id of the GPU that gathers the outputs; None for the first.
+        replicas: CPU threads instead of GPUs. None for ``CPU_REPLICAS``.
+        output_device: logical id of the GPU that gathers the outputs. None for the first.
 
     Raises:
         UsageError: devices or arguments that DataParallel cannot use.
@@ -42,9 +42,8 @@ def select_devices(
             raise UsageError("--output-device names a GPU, and there is none: drop it")
         replicas = replicas or CPU_REPLICAS
         print(
-            f"no GPU in use: DataParallel's own forward runs over {replicas} CPU threads; where"
-            " the model has dropout, they draw from one generator in turn, and this run cannot be"
-            " repeated"
+            f"no GPU in use: DataParallel's own forward runs over {replicas} CPU threads. They"
+            " draw from one generator, so a model with dropout is not reproducible"
         )
         return devices[0], devices * replicas
     if replicas is not None:
@@ -55,14 +54,29 @@ def select_devices(
     return devices[0], devices
 
 
-class CPUDataParallel(nn.DataParallel):
-    """DataParallel's own ``forward``, with CPU threads in the place of GPUs.
+def keep_autocast_dtype(raw_model: nn.Module, precision: device.Precision) -> None:
+    """Let every replica compute in the dtype of ``precision``.
 
-    ``nn.DataParallel`` passes its input straight to the model where there is no GPU, and nothing
-    tells. This class replaces the four methods that its ``forward`` is made of, so that the
-    comparison runs anywhere. What differs from GPUs: the replicas share one memory and one random
-    generator (dropout is not reproducible), and the CPU's autograd runs the whole backward on the
-    calling thread, where CUDA has a thread per device.
+    ``parallel_apply`` (torch/nn/parallel/parallel_apply.py) opens autocast in the thread of each
+    replica without a dtype, and the dtype belongs to the thread. A new CUDA thread would compute in
+    fp16 although bf16 was asked for, and without the loss scaling that fp16 needs.
+    """
+
+    def set_dtype(replica: nn.Module, inputs: Any) -> None:
+        if precision.dtype is not None:
+            torch.set_autocast_dtype(precision.device_type, precision.dtype)
+
+    raw_model.register_forward_pre_hook(set_dtype)
+
+
+class CPUDataParallel(nn.DataParallel):
+    """DataParallel's own ``forward``, with CPU threads instead of GPUs.
+
+    Without a GPU ``nn.DataParallel`` passes its input straight to the model, silently. This class
+    replaces the four methods that its ``forward`` is made of, so that the comparison runs anywhere.
+    Two things differ from GPUs. The replicas share one memory and one random generator, so dropout
+    is not reproducible. And the CPU's autograd runs the whole backward on the calling thread,
+    whereas CUDA has a thread for each device.
     """
 
     def __init__(self, module: nn.Module, replicas: int) -> None:
@@ -79,7 +93,7 @@ class CPUDataParallel(nn.DataParallel):
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-        """Cut tensors [B, ...] into at most ``len(device_ids)`` chunks; hand on the rest whole."""
+        """Cut tensors [B, ...] into at most ``len(device_ids)`` chunks, and pass the rest whole."""
         count = len(device_ids)
 
         def split(value: Any) -> Sequence[Any]:
@@ -93,8 +107,8 @@ class CPUDataParallel(nn.DataParallel):
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
         """Copy the module for each replica, so that gradients flow back to the one original.
 
-        As on GPUs, the first replica shares its memory with the module: what batch normalisation
-        notes there stays, what it notes in the others is lost.
+        As on GPUs, the first replica shares its memory with the module. So the running statistics
+        of the first replica stay, and those of the others are lost.
         """
         return [_replica(module, share=i == 0) for i in device_ids]
 
@@ -102,15 +116,15 @@ class CPUDataParallel(nn.DataParallel):
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any
     ) -> list[Any]:
         """Run each replica in a thread of its own, as ``torch.nn.parallel.parallel_apply`` does."""
-        grad = torch.is_grad_enabled()
-        amp, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        grad, amp = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
         begun = threading.Barrier(len(replicas))
 
         def work(i: int) -> Any:
             begun.wait(START_SECONDS)  # or a thread that is done already gets the next replica
-            # Grad mode, autocast and thread count belong to the thread.
+            # Grad mode, autocast and thread count belong to the thread. PyTorch passes no dtype
+            # either, see ``keep_autocast_dtype``.
             torch.set_num_threads(self.threads_each)
-            with torch.set_grad_enabled(grad), torch.autocast("cpu", dtype, enabled=amp):
+            with torch.set_grad_enabled(grad), torch.autocast("cpu", enabled=amp):
                 return replicas[i](*inputs[i], **kwargs[i])
 
         with ThreadPoolExecutor(len(replicas)) as pool:
@@ -118,7 +132,7 @@ class CPUDataParallel(nn.DataParallel):
 
     @record_function("DataParallel.gather")
     def gather(self, outputs: Sequence[Tensor], output_device: Any) -> Tensor:
-        """Join the outputs [B/n, ...] to one [B, ...]; its backward hands out the gradients.
+        """Join the outputs [B/n, ...] to one [B, ...]. Its backward hands out the gradients.
 
         Scalars become a vector of one for each replica, as on GPUs.
         """

@@ -9,9 +9,11 @@ import importlib
 import os
 import sys
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch.profiler import record_function
 
 from utils.errors import UsageError
 
@@ -60,10 +62,10 @@ def setup_device(device: torch.device, threads: int | None, processes: int = 1) 
         threads: CPU threads, or None for ``OMP_NUM_THREADS`` or an equal share.
         processes: how many processes of this job share the machine.
     """
-    wished = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    is_number = wished.isdecimal() and len(wished) < 5  # with more of them OpenMP crashes
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    is_number = given.isdecimal() and len(given) < 5  # with more of them OpenMP crashes
     if threads is None and is_number and "TORCHELASTIC_RUN_ID" not in os.environ:
-        threads = int(wished)
+        threads = int(given)
     torch.set_num_threads(threads or max(1, usable_cores() // processes))
     _keep_freed_memory()
     if device.type in ("cuda", "xpu"):
@@ -130,28 +132,28 @@ def seed_step(device: torch.device, seed: int, rank: int, samples_seen: int) -> 
     torch.default_generator.manual_seed(value)
     if device.type in ("cuda", "xpu"):
         for index, generator in enumerate(torch.get_device_module(device).default_generators):
-            generator.manual_seed(value + index)  # DataParallel's replicas draw on each device
+            # DataParallel's replicas draw on each device. The first draws as a single one would.
+            generator.manual_seed(value + index - device.index)
     elif device.type == "mps":
         torch.mps.manual_seed(value)
 
 
 class Precision:
-    """Mixed precision: what a forward runs under, and the loss scaling that fp16 needs.
-
-    Both parts do nothing when they are off, so that the batch loop needs no branch.
-    """
+    """The mixed precision of a forward."""
 
     def __init__(self, device: torch.device, amp: str) -> None:
-        dtype = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[amp]
+        self.dtype = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[amp]
         self.device_type = device.type
-        self.dtype = dtype
-        self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         if (device.type, amp) == ("cpu", "fp16"):
             warning = "fp16 on a CPU is several times slower than float32: try --amp bf16"
             print(f"warning: {warning}", file=sys.stderr)
 
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device_type, self.dtype, enabled=self.dtype is not None)
+    @contextlib.contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Return the context of a forward: autocast if it is on, and the name in a profile."""
+        enabled = self.dtype is not None
+        with record_function("forward"), torch.autocast(self.device_type, self.dtype, enabled):
+            yield
 
 
 def synchronize(device: torch.device) -> None:

@@ -1,8 +1,12 @@
 """What the ranks of a process group do together.
 
-A function marked *collective* must be called by every rank, in the same order.
+Every rank must call a function marked *collective*, in the same order. Where there is no process
+group, as in train_single.py and train_dp.py, these functions return their argument: one process is
+rank 0 of one.
 """
 
+import hashlib
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,9 +17,37 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.errors import UsageError, UserError, describe
-from utils.metrics import OutOfStep
 
 Result = TypeVar("Result")
+# Each rank adds it to a sum. Another call that gloo pairs with the sum has another multiple of it.
+CHECK_VALUE = 1021.0
+
+
+class OutOfStep(UserError):
+    """The ranks did not call the same collectives in the same order."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"the ranks are out of step ({what}): some of them called a collective that the others"
+            " did not; every rank has to call the same ones in the same order"
+        )
+
+
+def rank() -> int:
+    """Return this process's number among all ranks. Only meaningful once the group exists."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Return the number of ranks. Only meaningful once the group exists."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def backend(device: torch.device) -> str | None:
+    """Return the name of the backend that serves a device, or None without a process group."""
+    if not dist.is_initialized():
+        return None
+    return dict(pair.split(":") for pair in dist.get_backend_config().split(","))[device.type]
 
 
 def choose_backend(backend: str, device: torch.device) -> str:
@@ -83,15 +115,17 @@ def check_gpus(ranks: list[tuple[str, int, list[str]]]) -> None:
 
 
 def call_on_rank_0(function: Callable[..., Result], *args: Any) -> Result:
-    """Call a function on rank 0; return its result, or raise its error, on all ranks. Collective.
+    """Call a function on rank 0, and return its result or raise its error on all. Collective.
 
     Args:
         function: its result is pickled.
 
     Raises:
-        UserError: the same on all ranks, and on the others also in the place of any other
-            exception, which rank 0 raises as it is.
+        UserError: the same on all ranks. If rank 0 raises any other exception, the other ranks
+            raise a ``UserError`` that names it.
     """
+    if not dist.is_initialized():
+        return function(*args)
     outcome: list[Any] = [None, "", 0]  # result, message, exit status
     raised: Exception | None = None
     if dist.get_rank() == 0:
@@ -101,7 +135,7 @@ def call_on_rank_0(function: Callable[..., Result], *args: Any) -> Result:
             raised, outcome[1:] = error, [str(error), error.exit_status]
         except Exception as error:
             raised, outcome[1:] = error, [f"rank 0 failed ({describe(error)})", 1]
-    # PyTorch sends objects over gloo where the group has it, and leaves the GPU's queue alone.
+    # PyTorch sends objects over gloo if the group has it, and leaves the GPU's queue alone.
     dist.broadcast_object_list(outcome, src=0)
     if raised is not None:
         raise raised
@@ -116,7 +150,7 @@ def call_on_rank_0(function: Callable[..., Result], *args: Any) -> Result:
 class AgreedMax:
     """Return the largest number of all ranks, one call late. Collective, called at every step.
 
-    What a call begins the next one reads: in between the numbers travel beside the training, and
+    The next call reads what a call begins. In between the numbers are sent beside the training, and
     no rank waits for another. The first call returns 0. A rank alone gets its number at once.
 
     Raises:
@@ -128,7 +162,7 @@ class AgreedMax:
         self.pending: tuple[dist.Work, Tensor] | None = None
 
     def __call__(self, number: int) -> int:
-        if dist.get_world_size() == 1:  # even alone it would wake another thread, in every step
+        if world_size() == 1:
             return number
         result = 0
         if self.pending is not None:
@@ -144,73 +178,99 @@ class AgreedMax:
         return result
 
 
+def sum_over_ranks(sums: Tensor) -> Tensor:
+    """Return the element-wise sum of a float tensor [n] over all ranks. Collective.
+
+    Raises:
+        OutOfStep: another rank called something else. The backends pair calls by their order
+            alone, and gloo notices only if the sizes differ.
+    """
+    if not dist.is_initialized():
+        return sums
+    checked = torch.cat([sums, sums.new_tensor([CHECK_VALUE])])
+    dist.all_reduce(checked)
+    if float(checked[-1]) != CHECK_VALUE * dist.get_world_size():
+        raise OutOfStep("a sum of metrics met another call")
+    return checked[:-1]
+
+
 def gather(number: int) -> list[int]:
     """Return every rank's ``number``, in the order of ranks. Collective."""
-    return gather_shards(torch.tensor([number]), dist.get_world_size()).tolist()
-
-
-def gather_shards(values: Tensor, length: int) -> Tensor:
-    """Put together what the ranks found for their samples ``rank::world_size``. Collective.
-
-    Args:
-        values: of this rank's samples, [n, ...]; numbers, not bools.
-        length: of all samples.
-
-    Returns:
-        [length, ...], on the same device.
-    """
-    whole = values.new_zeros(length, *values.shape[1:])
-    whole[dist.get_rank() :: dist.get_world_size()] = values
-    dist.all_reduce(whole)
-    return whole
-
-
-def broadcast_buffers(model: nn.Module) -> None:
-    """Give every rank the buffers of rank 0, the ones that are saved. Collective."""
-    for buffer in model.buffers():
-        dist.broadcast(buffer, src=0)
+    numbers = torch.zeros(world_size(), dtype=torch.int64)
+    numbers[rank()] = number
+    if dist.is_initialized():
+        dist.all_reduce(numbers)
+    return numbers.tolist()
 
 
 def check_same(model: nn.Module, **facts: Any) -> None:
-    """Compare what DDP does not: it looks at sizes and strides of parameters alone. Collective.
+    """Compare what DDP does not: it looks at the parameters' sizes and strides alone. Collective.
+
+    Every rank compares itself with rank 0: the names, shapes and dtypes of parameters and buffers,
+    what is frozen, the source of the model's classes, and ``facts``.
 
     Args:
-        model: before DDP wraps it; the parameters' names, shapes, dtypes and whether they are
-            frozen are compared.
-        facts: what else has to be the same, the sizes of the data for example.
+        model: before DDP wraps it.
+        facts: what else has to be the same, such as a checksum of the data.
 
     Raises:
-        UsageError: a rank has another model, or another fact.
+        UsageError: a rank differs. All ranks raise the same.
     """
-
-    def describe(tensor: Tensor) -> str:
-        frozen = "" if tensor.requires_grad else ", frozen"
-        return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{frozen}"
-
     own = {name.replace("_", " "): str(fact) for name, fact in facts.items()}
-    own |= {name: describe(parameter) for name, parameter in model.named_parameters()}
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, own)
-    for rank, theirs in enumerate(ranks):
-        for name in ranks[0] | theirs:
-            if theirs.get(name) != ranks[0].get(name):
-                raise UsageError(
-                    f"rank {rank} has {name}: {theirs.get(name)}, rank 0 {ranks[0].get(name)}:"
-                    " start every rank with the same code and data"
-                )
+    own |= {name: _describe(parameter) for name, parameter in model.named_parameters()}
+    own |= {f"the buffer {name}": _describe(buffer) for name, buffer in model.named_buffers()}
+    own["the model's source"] = _source_hash(model)
+    first = [own]
+    dist.broadcast_object_list(first, src=0)
+    differing = [name for name in first[0] | own if own.get(name) != first[0].get(name)]
+    # The lowest rank that differs speaks for all of them.
+    speaker = torch.tensor(dist.get_rank() if differing else dist.get_world_size())
+    dist.all_reduce(speaker, dist.ReduceOp.MIN)
+    if speaker == dist.get_world_size():
+        return
+    problem = [""]
+    if speaker == dist.get_rank():
+        name = differing[0]
+        problem[0] = f"rank {int(speaker)} has {name}: {own.get(name)}, rank 0 {first[0].get(name)}"
+    dist.broadcast_object_list(problem, src=int(speaker))
+    raise UsageError(
+        f"{problem[0]}: start every rank with the same code and data (frequent causes: the order"
+        " of a Python set, a random split without a seed)"
+    )
 
 
-def warm_up(model: DistributedDataParallel, images: Tensor) -> None:
+def _describe(tensor: Tensor) -> str:
+    frozen = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ", frozen"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{frozen}"
+
+
+def _source_hash(model: nn.Module) -> str:
+    """Return a hash of the source of the model's own classes, as far as it can be read."""
+    classes = {type(module) for module in model.modules()}
+    sources = []
+    for kind in sorted(classes, key=lambda kind: kind.__qualname__):
+        if not kind.__module__.startswith("torch."):
+            try:
+                sources.append(inspect.getsource(kind))
+            except (OSError, TypeError):  # written in a notebook or made by a program
+                continue
+    return hashlib.sha256("".join(sources).encode()).hexdigest()[:16]
+
+
+def warm_up(model: DistributedDataParallel, images: Tensor, autocast: Any) -> None:
     """Let DDP make its buckets, by a step that changes nothing. Collective.
 
-    It groups the gradients into new buckets after its first backward: sums of three or more ranks
+    DDP groups the gradients into new buckets after its first backward. Sums of three or more ranks
     then differ in their last bit. After this step a fresh run and a resumed one are bit-identical.
 
     Args:
         images: a batch, on the model's device.
+        autocast: the context of a forward in training, or a compiled model would compile twice.
     """
     buffers = [buffer.clone() for buffer in model.buffers()]
-    model(images).sum().backward()
+    with autocast:
+        outputs = model(images)
+    outputs.float().sum().backward()
     model.zero_grad()
     with torch.no_grad():
         for buffer, before in zip(model.buffers(), buffers, strict=True):

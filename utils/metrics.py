@@ -1,101 +1,58 @@
 """Exact loss and accuracy over any number of processes."""
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from utils.errors import UserError
-
-BATCHES = 20  # counted at once
-# From each rank, beside a sum: that of another call has another multiple of it.
-CHECK_VALUE = 1021.0
-
-
-class OutOfStep(UserError):
-    """The ranks did not call the same collectives in the same order."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(
-            f"the ranks are out of step ({what}): some of them called a collective that the others"
-            " did not; every rank has to call the same ones in the same order"
-        )
+from utils import distributed
 
 
 class Metrics:
     """Sums of loss, correct predictions and samples, kept on the device.
 
-    Averages of averages are wrong as soon as two processes hold different numbers of samples, so
-    numerator and denominator travel together and are divided last. Nothing here waits for the
-    device until a number is read.
+    Averages of averages are wrong as soon as two processes hold different numbers of samples. So
+    numerator and denominator are summed together, and the division comes last. Nothing here waits
+    for the device until a number is read.
     """
 
     def __init__(self, device: torch.device, sums: list[float] | None = None) -> None:
-        # In float32 a count stops growing at 2**24; mps has no float64.
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        self.counted = torch.tensor(sums or [0.0, 0.0, 0.0], dtype=dtype, device=device)
-        self.batches: list[tuple[Tensor, Tensor]] = []  # not yet in ``counted``
+        loss_sum, correct, count = sums or (0.0, 0.0, 0.0)
+        # In float32 a count stops growing at 2**24. mps has no float64.
+        self.dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._loss_sum = torch.tensor(loss_sum, dtype=self.dtype, device=device)
+        self._correct = torch.tensor(int(correct), device=device)
+        self.count = int(count)
 
     def update(self, mean_loss: Tensor, correct: Tensor) -> None:
-        """Add a batch: its mean loss, and which of its samples are correct, bool [B]."""
-        self.batches.append((mean_loss.detach(), correct))
-        # Counted one by one, they took more than 1 % of a step.
-        if len(self.batches) == BATCHES:
-            self._count()
-
-    def _count(self) -> None:
-        losses, correct = zip(*self.batches, strict=True)
-        self.batches = []
-        counted = self.counted.clone()  # inference mode's tensors may not be changed outside of it
-        # Sizes go as numbers, since a copy to the device would wait for it; DP's outputs may lie on
-        # another one than ``counted``.
-        for loss, batch in zip(torch.stack(losses).to(counted), correct, strict=True):
-            counted[0].add_(loss, alpha=len(batch))
-        counted[1] += torch.cat(correct).sum().to(counted)
-        counted[2] += sum(map(len, correct))
-        self.counted = counted
+        """Add a batch: its mean loss [], and which of its samples are correct, bool [B]."""
+        # The outputs of DataParallel may lie on another device.
+        self._loss_sum.add_(mean_loss.detach().to(self._loss_sum.device), alpha=len(correct))
+        self._correct.add_(correct.sum().to(self._correct.device))
+        self.count += len(correct)
 
     @property
     def sums(self) -> Tensor:
-        """Loss sum, correct and count [3]."""
-        if self.batches:
-            self._count()
-        return self.counted
+        """Loss sum, correct and count [3], on the device."""
+        count = torch.full_like(self._loss_sum, self.count)
+        return torch.stack([self._loss_sum, self._correct.to(self.dtype), count])
 
     def sum_over_ranks(self) -> "Metrics":
-        """Return the sums over all ranks. Collective; ``self`` keeps those of this rank.
-
-        Raises:
-            OutOfStep: another rank called something else. The backends pair calls by their order
-                alone, and gloo notices where the sizes differ.
-        """
-        sums = torch.cat([self.sums, self.counted.new_tensor([CHECK_VALUE])])
-        dist.all_reduce(sums)
-        if float(sums[-1]) != CHECK_VALUE * dist.get_world_size():
-            raise OutOfStep("a sum of metrics met another call")
-        total = Metrics(sums.device)
-        total.counted = sums[:-1]
-        return total
+        """Return the sums over all ranks. Collective. ``self`` keeps those of this rank."""
+        return Metrics(self._loss_sum.device, distributed.sum_over_ranks(self.sums).tolist())
 
     def state(self) -> list[float]:
         """Return loss sum, correct and count as Python numbers (waits for the device)."""
         return self.sums.tolist()
 
     @property
-    def count(self) -> int:
-        return int(self.state()[2])
-
-    @property
     def correct(self) -> int:
-        return int(self.state()[1])
+        return int(self._correct)
 
     @property
     def loss(self) -> float:
-        """Mean loss per sample; nan where nothing was counted."""
-        total, _, count = self.state()
-        return total / count if count else float("nan")
+        """Mean loss per sample, or nan if nothing was counted."""
+        return float(self._loss_sum) / self.count if self.count else float("nan")
 
     @property
     def accuracy(self) -> float:
-        """Correct of all samples, 0 to 1; nan where nothing was counted."""
-        _, correct, count = self.state()
-        return correct / count if count else float("nan")
+        """Correct of all samples, 0 to 1, or nan if nothing was counted."""
+        return self.correct / self.count if self.count else float("nan")

@@ -16,7 +16,7 @@ from utils.errors import UserError
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # A terminal sends Ctrl-C to every process, and launchers pass it on: one may arrive twice.
 SAME_CTRL_C_SECONDS = 1.0
-LAST_WORDS_SECONDS = 2.0  # a file system may hang
+INTERRUPT_SECONDS = 2.0  # for ``before_interrupt``, since a file system may hang
 
 
 class Stopped(UserError):
@@ -28,61 +28,29 @@ class Stopped(UserError):
         self.exit_status = 128 + number
 
 
-class StopRequest:
-    """Tell when to leave the batch loop after a whole optimizer step.
-
-    Args:
-        agree: gives the largest of a number over all ranks, since all have to leave at the same
-            step. It may give what it was asked one call before: then they leave one step later,
-            and a signal in the last step of a run no longer stops it.
-
-    Attributes:
-        signal: the number that all ranks agreed on, or None; once set it stays.
-    """
-
-    def __init__(self, agree: Callable[[int], int] = lambda number: number) -> None:
-        self.agree = agree
-        self.signal: int | None = None
-
-    def poll(self) -> bool:
-        """Tell whether any process was asked to stop. Collective where ``agree`` is."""
-        if self.signal is None:
-            self.signal = self.agree(_received) or None
-        return self.signal is not None
-
-    @property
-    def name(self) -> str:
-        """Return the name of the signal, or nothing."""
-        return signal.Signals(self.signal).name if self.signal else ""
-
-
 _received = 0
-_last_words: Callable[[], None] | None = None
+_before_interrupt: Callable[[], None] | None = None
 
 
 def received() -> int:
-    """Return the first stop signal that this process got, or 0; every wait looks at it."""
+    """Return the first stop signal that this process got, or 0. Every wait looks at it."""
     return _received
 
 
 def check() -> None:
-    """Raise ``Stopped`` if a stop signal came; for a wait that has nothing to save."""
+    """Raise ``Stopped`` if a stop signal came. For a wait that has nothing to save."""
     if _received:
         raise Stopped(_received)
 
 
 def sleep(seconds: float) -> None:
-    """Wait, unless a stop signal came.
-
-    Raises:
-        Stopped: it did.
-    """
+    """Wait, or raise ``Stopped`` if a stop signal came."""
     check()
     time.sleep(seconds)
 
 
 def install_handlers() -> None:
-    """Note the stop signals from now on; called before anything slow.
+    """Note the stop signals from now on. Called before anything slow.
 
     A second Ctrl-C, more than a second after the first signal, ends the process at once.
     """
@@ -97,18 +65,18 @@ def install_handlers() -> None:
 
 
 def before_interrupt(function: Callable[[], None] | None) -> None:
-    """Have ``function`` called, from another thread, before a second Ctrl-C ends the process.
+    """Have a function called, from another thread, before a second Ctrl-C ends the process.
 
     Args:
-        function: takes the place of the one before; None for none. What it has not done after
-            ``LAST_WORDS_SECONDS`` is left undone.
+        function: replaces the previous one. None for none. What it has not done after
+            ``INTERRUPT_SECONDS`` stays undone.
     """
-    global _last_words
-    _last_words = function
+    global _before_interrupt
+    _before_interrupt = function
 
 
 def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> None:
-    """Do nothing: without a handler in Python nothing would be written to the pipe."""
+    """Do nothing. Without a handler in Python nothing would be written to the pipe."""
 
 
 def _watch(reader: int) -> None:
@@ -126,13 +94,13 @@ def _watch(reader: int) -> None:
 
 def _end_at_once() -> None:
     status = 128 + signal.SIGINT
-    threading.Timer(LAST_WORDS_SECONDS, os._exit, (status,)).start()
+    threading.Timer(INTERRUPT_SECONDS, os._exit, (status,)).start()
     if multiprocessing.parent_process() is None:  # one line will do for all ranks of --nprocs
         with suppress(OSError):
             os.write(2, f"{Path(sys.argv[0]).name}: interrupted\n".encode())
-    if _last_words is not None:
+    if _before_interrupt is not None:
         with suppress(Exception):
-            _last_words()
+            _before_interrupt()
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(status)

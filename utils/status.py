@@ -1,13 +1,31 @@
-"""What became of a run, for whoever looks later: ``status.json``."""
+"""The state of a run, for whoever looks later: ``status.json``."""
 
 import argparse
+import json
 import os
 import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
+from utils.errors import UsageError
 from utils.files import write_json
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    """Return the content of ``status.json``, or nothing if there is no run.
+
+    Raises:
+        UsageError: somebody has changed the file.
+    """
+    path = folder / "status.json"
+    if not path.exists():
+        return {"state": "unknown"} if (folder / "checkpoints").exists() else {}
+    try:
+        status = json.loads(path.read_bytes())
+        return status | {"state": status["state"]}
+    except (ValueError, TypeError, KeyError):
+        raise UsageError(f"{path} is damaged: delete it, and continue with --resume") from None
 
 
 class Status:
@@ -37,12 +55,12 @@ class Status:
         write_json(self.folder / "status.json", status)
 
     def continue_command(self) -> str:
-        """Return the command that goes on with this run."""
+        """Return the command that continues this run."""
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--resume", action="store_true")
         parser.add_argument("--run-dir")
         parser.add_argument("--init-weights")
-        _, arguments = parser.parse_known_args()  # what the continuation has not, and the rest
+        _, arguments = parser.parse_known_args()  # without these, which the continuation replaces
         launcher = "python"
         if self.technique == "ddp" and "TORCHELASTIC_RUN_ID" in os.environ:
             processes = f"--nproc_per_node {os.environ.get('LOCAL_WORLD_SIZE')}"

@@ -1,4 +1,4 @@
-"""How long a training takes, and how many images it processes in a second."""
+"""How long training takes, and how many images it processes in a second."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ WARMUP_STEPS = 5  # left out of images/s: caches fill, cuDNN and DDP's buckets s
 
 
 class Throughput:
-    """Times the steps of a training; waits for the device only where a period begins or ends.
+    """Times the steps of a run. It waits for the device only where a period begins or ends.
 
     Args:
         device: of this process.
@@ -44,9 +44,7 @@ class Throughput:
         self._since = (self.epoch_start, self._steps) if is_warm else None
 
     def step(self, steps: int) -> None:
-        """Note that this process has now made so many optimizer steps."""
-        if steps == self._steps:
-            return
+        """Note that this process has made this many optimizer steps."""
         self._steps = steps
         if self.startup_seconds is None:
             synchronize(self.device)

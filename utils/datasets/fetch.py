@@ -8,21 +8,21 @@ from collections.abc import Callable
 from http.client import HTTPException
 from pathlib import Path
 
+from utils import signals
 from utils.datasets.idx import read_verified
 from utils.datasets.sources import CHECKSUMS, RAW_FILES, SOURCES, DataError
-from utils.files import POLL_SECONDS, Sleep, replace_file
+from utils.files import POLL_SECONDS, replace_file
 
 PROBE_TIMEOUT = 6.0  # seconds; offline, the whole start has to end within 10
 DOWNLOAD_TIMEOUT = 240.0  # seconds for each mirror: a slow line needs minutes for 11 to 30 MB
 
 
-def download(name: str, folder: Path, sleep: Sleep = time.sleep) -> None:
+def download(name: str, folder: Path) -> None:
     """Put the four raw files of a data set into ``folder``, verified and unpacked.
 
     Args:
         name: a key of ``SOURCES``.
         folder: made where it is not there.
-        sleep: waits some seconds, or raises where nothing is waited for any more.
 
     Raises:
         DataError: no mirror could be reached, or none had the published files.
@@ -41,10 +41,10 @@ def download(name: str, folder: Path, sleep: Sleep = time.sleep) -> None:
             with urllib.request.urlopen(url, timeout=PROBE_TIMEOUT) as response:
                 replace_file(folder / file_name, read_verified(response, True, sha256))
 
-    problems = _try_each(source.mirrors, probe, PROBE_TIMEOUT, sleep)
+    problems = _try_each(source.mirrors, probe, PROBE_TIMEOUT)
     for mirror in source.mirrors:
         if problems[mirror] is None:
-            problems |= _try_each((mirror,), fetch, DOWNLOAD_TIMEOUT, sleep)
+            problems |= _try_each((mirror,), fetch, DOWNLOAD_TIMEOUT)
         if problems[mirror] is None:
             return
     tried = "; ".join(f"{mirror} ({problem})" for mirror, problem in problems.items())
@@ -55,7 +55,7 @@ def download(name: str, folder: Path, sleep: Sleep = time.sleep) -> None:
 
 
 def _try_each(
-    mirrors: tuple[str, ...], attempt: Callable[[str], None], seconds: float, sleep: Sleep
+    mirrors: tuple[str, ...], attempt: Callable[[str], None], seconds: float
 ) -> dict[str, str | None]:
     """Call ``attempt`` for all mirrors at once; return each one's problem, or None.
 
@@ -76,5 +76,5 @@ def _try_each(
         thread.start()
     deadline = time.monotonic() + seconds
     while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
-        sleep(POLL_SECONDS)
+        signals.sleep(POLL_SECONDS)
     return dict(problems)

@@ -4,7 +4,6 @@ import errno
 import io
 import os
 import sys
-import time
 import zlib
 from contextlib import suppress
 from pathlib import Path
@@ -13,17 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from utils import signals
 from utils.datasets.digits import draw_digits
 from utils.datasets.fetch import download
 from utils.datasets.idx import read_raw
 from utils.datasets.sources import SOURCES, TEST_SIZE, TRAIN_SIZE, DataError
-from utils.files import FileLock, Locked, Sleep, replace_file
+from utils.files import FileLock, Locked, replace_file
 
 PREPARED_NAME = "prepared-v3.pt"
 LOCK_TIMEOUT = 600.0  # seconds; its holder may be downloading
 
 
-def prepare(name: str, data_dir: str, sleep: Sleep = time.sleep) -> Path:
+def prepare(name: str, data_dir: str) -> Path:
     """Return the prepared file of a data set, verified; make it where there is none.
 
     It lies beside the raw files or, where that folder cannot be written, in the user's cache. Who
@@ -32,7 +32,6 @@ def prepare(name: str, data_dir: str, sleep: Sleep = time.sleep) -> Path:
     Args:
         name: a key of ``SOURCES``.
         data_dir: folder in torchvision's layout.
-        sleep: waits some seconds, or raises where nothing is waited for any more.
 
     Raises:
         DataError: the data is missing or damaged, or no folder can be written.
@@ -54,12 +53,14 @@ def prepare(name: str, data_dir: str, sleep: Sleep = time.sleep) -> Path:
             # Root may write anywhere; a folder without a write bit is meant to stay as it is.
             if not home.stat().st_mode & 0o222:
                 raise PermissionError(errno.EACCES, "read-only", str(home))
-            with FileLock(home / ".lock", LOCK_TIMEOUT, sleep):
+            with FileLock(home / ".lock", LOCK_TIMEOUT):
                 if not _is_sound(path, name):
                     if path.exists():
                         print(f"{path} is damaged: making it anew", file=sys.stderr)
-                    _write(path, name, _make(name, folder, home / "raw", sleep))
-                    sleep(0)  # who waited for this may have been told to stop, and so may we
+                    _write(path, name, _make(name, folder, home / "raw"))
+                    signals.sleep(
+                        0
+                    )  # who waited for this may have been told to stop, and so may we
             return path
         except Locked as holder:
             raise DataError(
@@ -83,22 +84,22 @@ def load_prepared(path: Path) -> dict[str, Any]:
     return torch.load(path, mmap=True, weights_only=True, map_location="cpu")
 
 
-def _make(name: str, folder: Path, download_to: Path, sleep: Sleep) -> dict[str, Tensor]:
+def _make(name: str, folder: Path, download_to: Path) -> dict[str, Tensor]:
     """Return the four tensors of a data set, from raw files or drawn."""
     if name == "synthetic":
         parts = [*draw_digits(TRAIN_SIZE, seed=0), *draw_digits(TEST_SIZE, seed=1)]
     else:
-        parts = _read_or_download(name, [folder / "raw", download_to], sleep)
+        parts = _read_or_download(name, [folder / "raw", download_to])
     keys = ("train_images", "train_labels", "test_images", "test_labels")
     tensors = dict(zip(keys, parts, strict=True))
     return {k: t.long() if k.endswith("labels") else t for k, t in tensors.items()}
 
 
-def _read_or_download(name: str, folders: list[Path], sleep: Sleep) -> list[Tensor]:
+def _read_or_download(name: str, folders: list[Path]) -> list[Tensor]:
     for folder in folders:
         with suppress(FileNotFoundError):
             return read_raw(name, folder)
-    download(name, folders[-1], sleep)
+    download(name, folders[-1])
     return read_raw(name, folders[-1])
 
 
