@@ -52,6 +52,8 @@ def open_run(path: str | None, technique: str, resume: bool) -> RunDir:
     try:
         folder = folder or _find(technique, resume, launch_id) or _make_new(technique)
         folder.mkdir(parents=True, exist_ok=True)
+        if resume and not read_status(folder):
+            _check_begin(folder)
         FileLock(folder / ".lock").acquire()  # the kernel releases it when this process ends
         status = read_status(folder)
     except Locked as holder:
@@ -62,8 +64,6 @@ def open_run(path: str | None, technique: str, resume: bool) -> RunDir:
         where = folder or ROOT
         raise UsageError(f"--run-dir {where} cannot be written ({error.strerror})") from error
     if not status:
-        if resume:
-            _check_begin(folder)
         return RunDir(folder, False, False, launch_id)
     state = status["state"]
     if not resume and (launch_id is None or status.get("launch_id") != launch_id):
