@@ -45,8 +45,8 @@ def train(args: argparse.Namespace, job: Job) -> int:
     devices = select_devices(args.device, args.devices)
     device = devices[int(os.environ["LOCAL_RANK"]) % len(devices)]
     setup_device(device, args.threads, job.ranks_sharing_cores)
-    # DDP: from here on the processes can call collectives: NCCL's between GPUs, gloo's between
-    # CPUs.
+    # DDP: each process waits here for the others. Then they can call collectives, which NCCL runs
+    # between GPUs and gloo between CPUs.
     backend = distributed.choose_backend(args.backend, device)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
@@ -77,10 +77,11 @@ def train(args: argparse.Namespace, job: Job) -> int:
     if args.compile:
         raw_model.compile()
     precision = Precision(device, args.amp)
-    # DDP: wrapping broadcasts rank 0's weights, so that all ranks start from the same.
+    # DDP: wrapping broadcasts rank 0's weights, so that all ranks start from the same. Ranks with
+    # other data or code would train without an error, so they are compared first.
     if args.sync_bn:
         raw_model = nn.SyncBatchNorm.convert_sync_batchnorm(raw_model)
-    distributed.check_same(raw_model, images=[len(train_set), len(test_set)])  # TODO
+    distributed.check_same(raw_model, train_set, test_set)
     model = DistributedDataParallel(
         raw_model,
         device_ids=None if device.type == "cpu" else [device],
@@ -100,18 +101,20 @@ def train(args: argparse.Namespace, job: Job) -> int:
     schedule = optim.Schedule(optimizer, len(train_set), args.epochs, args.warmup_epochs)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
 
-    # DDP: rank 0 alone writes folder, checkpoints and logs. All ranks load what it reads.
+    # DDP: rank 0 alone writes folder, checkpoints and logs. All ranks load what it reads. The job
+    # names the ranks that are lost.
     with Run(args, device, sampler, raw_model, optimizer, scaler, job) as run:
         while not run.progress.is_finished:
             sampler.set_epoch(run.progress.epoch, run.progress.epoch_samples)
             model.train()
             for micro_step, (images, targets) in enumerate(run.batches(train_loader), start=1):
                 is_last = micro_step % args.grad_accum_steps == 0
-                # DDP: the backwards of a step before its last send nothing. It is what the context
-                # model.no_sync() sets.
+                # DDP: with accumulation, only the last backward of a step averages gradients. The
+                # context model.no_sync() sets the same attribute.
                 model.require_backward_grad_sync = is_last
                 images, targets = transform(images, targets, train=True)
                 with precision.autocast():
+                    # DDP: each rank computes its own batch, with its own copy of the model.
                     outputs = model(images)
                     loss, correct = models.loss_and_correct(outputs, targets, args.label_smoothing)
                 # DDP: averages the gradients over the ranks, bucket by bucket, while they are

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from data import ImageSet, fingerprint
 from utils.errors import UsageError, UserError, describe
 
 Result = TypeVar("Result")
@@ -203,23 +204,23 @@ def gather(number: int) -> list[int]:
     return numbers.tolist()
 
 
-def check_same(model: nn.Module, **facts: Any) -> None:
+def check_same(model: nn.Module, train_set: ImageSet, test_set: ImageSet) -> None:
     """Compare what DDP does not: it looks at the parameters' sizes and strides alone. Collective.
 
-    Every rank compares itself with rank 0: the names, shapes and dtypes of parameters and buffers,
-    what is frozen, the source of the model's classes, and ``facts``.
+    Every rank compares itself with rank 0: the data, the names, shapes and dtypes of parameters and
+    buffers, what is frozen, and the source of the model's classes.
 
     Args:
         model: before DDP wraps it.
-        facts: what else has to be the same, such as a checksum of the data.
+        train_set, test_set: all samples, before the ranks share them out.
 
     Raises:
         UsageError: a rank differs. All ranks raise the same.
     """
-    own = {name.replace("_", " "): str(fact) for name, fact in facts.items()}
+    own = {"training data": fingerprint(train_set), "test data": fingerprint(test_set)}
     own |= {name: _describe(parameter) for name, parameter in model.named_parameters()}
     own |= {f"the buffer {name}": _describe(buffer) for name, buffer in model.named_buffers()}
-    own["the model's source"] = _source_hash(model)
+    own["a model with the source"] = _source_hash(model)
     first = [own]
     dist.broadcast_object_list(first, src=0)
     differing = [name for name in first[0] | own if own.get(name) != first[0].get(name)]
