@@ -3,7 +3,7 @@
     python scripts/minimal/dp.py
     diff scripts/minimal/single.py scripts/minimal/dp.py
 
-Short because there is little to change, not because it is fast: ddp.py is what to grow with.
+DataParallel changes few lines, but it is not fast. If you have several GPUs, start from ddp.py.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
 
-# The folder of data.py and models.py; not needed where yours lie beside your script.
+# The folder of data.py and models.py. You need no such line if yours lie beside your script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data import SOURCES, load_tensors
 from models import build_model
@@ -40,14 +40,15 @@ def main() -> None:
     train_loader = DataLoader(train_set, global_batch_size, shuffle=True, drop_last=True)
     test_loader = DataLoader(test_set, 500)
 
-    # Two names for one model: dp.py and ddp.py train a wrapped one; all evaluate and save this.
+    # Two names for one model: dp.py and ddp.py train a wrapped one. All evaluate and save this one.
     raw_model = build_model("convnet").to(device)
-    # DP: copies the model to every GPU in each forward. Without a GPU it passes the batch on to
-    # the raw model and says nothing: this script then trains as single.py does.
+    # DP: the wrapper copies the model to every GPU in each forward. Without a GPU it calls the raw
+    # model and does not warn, so this script then trains as single.py does.
     model = nn.DataParallel(raw_model)
-    # Linear scaling: a larger batch makes fewer steps, which have to be longer; one-cycle begins
-    # with short ones, because a large rate is harmful while the weights are still random.
-    lr = 0.1 * global_batch_size / 96
+    # Linear scaling: a larger batch makes fewer steps, so each step is longer. Four times the rate
+    # is the limit: beyond it, training diverges. One-cycle begins with a small rate, because a
+    # large rate is harmful while the weights are still random.
+    lr = 0.1 * min(global_batch_size / 96, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     scheduler = OneCycleLR(optimizer, lr, total_steps=args.epochs * len(train_loader))
 
@@ -68,10 +69,10 @@ def main() -> None:
                 sums[0] += F.cross_entropy(logits, labels, reduction="sum")
                 sums[1] += (logits.argmax(dim=1) == labels).sum()
                 sums[2] += len(labels)
-        # Divided last: the last batch is shorter, and a mean of means would be wrong.
+        # Divide last: the last batch may be shorter, and a mean of means would then be wrong.
         loss, correct, count = sums.tolist()
         print(f"epoch {epoch + 1}: loss {loss / count:.4f}, {correct / count:.2%} of {count:.0f}")
-        # Written aside, then moved: whoever reads it, or is killed here, leaves a whole file.
+        # Written under another name first: model.pt is whole, even if this process is killed here.
         torch.save(raw_model.state_dict(), "model.pt.tmp")
         os.replace("model.pt.tmp", "model.pt")
 
