@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
 
-# The folder of data.py and models.py. You need no such line if yours lie beside your script.
+# The folder of data.py and models.py. Remove this line if yours lie beside your script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data import SOURCES, load_tensors
 from models import build_model
@@ -45,9 +45,9 @@ def main() -> None:
     # DP: the wrapper copies the model to every GPU in each forward. Without a GPU it calls the raw
     # model and does not warn, so this script then trains as single.py does.
     model = nn.DataParallel(raw_model)
-    # Linear scaling: a larger batch makes fewer steps, so each step is longer. Four times the rate
-    # is the limit: beyond it, training diverges. One-cycle begins with a small rate, because a
-    # large rate is harmful while the weights are still random.
+    # Linear scaling: a larger batch makes fewer steps, so each step is longer. It ends at four
+    # times the rate, since still larger rates make training fail. The schedule begins with a small
+    # rate, because a large one is harmful while the weights are still random.
     lr = 0.1 * min(global_batch_size / 96, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     scheduler = OneCycleLR(optimizer, lr, total_steps=args.epochs * len(train_loader))

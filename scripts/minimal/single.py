@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
 
-# The folder of data.py and models.py. You need no such line if yours lie beside your script.
+# The folder of data.py and models.py. Remove this line if yours lie beside your script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data import SOURCES, load_tensors
 from models import build_model
@@ -42,9 +42,9 @@ def main() -> None:
     # Two names for one model: dp.py and ddp.py train a wrapped one. All evaluate and save this one.
     raw_model = build_model("convnet").to(device)
     model = raw_model
-    # Linear scaling: a larger batch makes fewer steps, so each step is longer. Four times the rate
-    # is the limit: beyond it, training diverges. One-cycle begins with a small rate, because a
-    # large rate is harmful while the weights are still random.
+    # Linear scaling: a larger batch makes fewer steps, so each step is longer. It ends at four
+    # times the rate, since still larger rates make training fail. The schedule begins with a small
+    # rate, because a large one is harmful while the weights are still random.
     lr = 0.1 * min(global_batch_size / 96, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     scheduler = OneCycleLR(optimizer, lr, total_steps=args.epochs * len(train_loader))
