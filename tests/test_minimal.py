@@ -5,6 +5,7 @@ import difflib
 import os
 import re
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,30 +13,34 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 
 import data
 import models
-from tests.documents import docstring_commands
 from tests.processes import ROOT, Finished, finish, run, shell_line, start
 from tests.sources import code_lines
-from tests.test_hosts import Hosts
 from tests.test_launch import free_port
+from tests.test_stop import marked, wait_until
 
 FOLDER = ROOT / "scripts" / "minimal"
-SCRIPTS = ("single", "dp", "ddp")
-MAX_LINES = 55
+MAX_LINES = {"single": 55, "dp": 55, "ddp": 55, "ddp_complete": 115}
+SCRIPTS = tuple(MAX_LINES)
 MAX_ADDED = {"dp": 3, "ddp": 20}
+DIFFS = {  # the new and the old script, with the words that begin the comments of a diff's hunks
+    ("dp", "single"): "DP",
+    ("ddp", "single"): "DDP",
+    ("ddp_complete", "ddp"): "ACCUMULATE AMP CLIP LOG RESTART RESUME SEED STOP",
+}
 IMAGES = 1920  # for training, where a whole epoch would only take longer
 TIMEOUT = 150.0
 STANDALONE = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 RESULT = re.compile(r"^epoch (\d+): loss (\d+\.\d+), (\d+\.\d+)% of (\d+)$", re.MULTILINE)
 
 
-def changes(technique: str) -> list[tuple[list[str], list[tuple[int, str]]]]:
-    """Return the removed and the added code lines of each hunk of ``diff single.py ...``."""
-    old = code_lines((FOLDER / "single.py").read_text())
-    new = code_lines((FOLDER / f"{technique}.py").read_text())
+def changes(script: str, base: str = "single") -> list[tuple[list[str], list[tuple[int, str]]]]:
+    """Return the removed and the added code lines of each hunk of ``diff base.py script.py``."""
+    old, new = (code_lines((FOLDER / f"{each}.py").read_text()) for each in (base, script))
     lines = [[line for _, line in each] for each in (old, new)]
     opcodes = difflib.SequenceMatcher(None, *lines, autojunk=False).get_opcodes()
     return [(lines[0][i:j], new[k:m]) for tag, i, j, k, m in opcodes if tag != "equal"]
@@ -43,7 +48,7 @@ def changes(technique: str) -> list[tuple[list[str], list[tuple[int, str]]]]:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_is_short(script: str) -> None:
-    assert len(code_lines((FOLDER / f"{script}.py").read_text())) <= MAX_LINES
+    assert len(code_lines((FOLDER / f"{script}.py").read_text())) <= MAX_LINES[script]
 
 
 @pytest.mark.parametrize("technique", MAX_ADDED)
@@ -52,17 +57,22 @@ def test_a_technique_adds_few_lines(technique: str) -> None:
     assert 0 < len(added) <= MAX_ADDED[technique], added
 
 
-@pytest.mark.parametrize("technique", MAX_ADDED)
-def test_every_hunk_says_why(technique: str) -> None:
-    lines = (FOLDER / f"{technique}.py").read_text().splitlines()
-    for removed, added in changes(technique):
+@pytest.mark.parametrize(("script", "base"), DIFFS)
+def test_every_hunk_says_why(script: str, base: str) -> None:
+    lines = (FOLDER / f"{script}.py").read_text().splitlines()
+    seen: set[str] = set()
+    for removed, added in changes(script, base):
         assert added, f"only removes {removed}: nothing is left to carry the reason"
         comment = []
         for line in reversed(lines[: added[0][0] - 1]):
             if not line.strip().startswith("#"):
                 break
             comment.append(line.strip())
-        assert any(line.startswith(f"# {technique.upper()}: ") for line in comment), added
+        found = re.findall(r"^# ([A-Z, ]+): ", "\n".join(comment), re.MULTILINE)
+        words = {*", ".join(found).split(", ")} & {*DIFFS[script, base].split()}
+        assert words, added
+        seen |= words
+    assert seen == {*DIFFS[script, base].split()}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -70,44 +80,39 @@ def test_a_reader_replaces_two_imports(script: str) -> None:
     tree = ast.parse((FOLDER / f"{script}.py").read_text())
     names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     names |= {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
-    others = {str(name).partition(".")[0] for name in names} - {"torch"} - sys.stdlib_module_names
-    assert others == {"data", "models"}
+    others = {str(name).partition(".")[0] for name in names} - sys.stdlib_module_names
+    assert others - {"tqdm"} == {"torch", "data", "models"}
 
 
-def test_started_plainly_ddp_says_in_one_line_how_to_start_it(tmp_path: Path) -> None:
-    ended = run(sys.executable, FOLDER / "ddp.py", cwd=tmp_path)
-    assert ended.returncode == 2
-    (line,) = ended.text.splitlines()
-    command = "torchrun --standalone --nproc_per_node 2"
-    assert line == f"start it with: {command} {FOLDER / 'ddp.py'}"
-
-
-def test_variables_of_half_a_launcher_are_none(tmp_path: Path) -> None:
-    ended = run(sys.executable, FOLDER / "ddp.py", cwd=tmp_path, RANK="0")
-    assert ended.returncode == 2
-    assert ended.text.startswith("start it with: torchrun "), ended.text
+@pytest.mark.parametrize("script", ["ddp", "ddp_complete"])
+@pytest.mark.parametrize("variables", [{}, {"RANK": "0"}], ids=["plainly", "half a launcher"])
+def test_without_torchrun_one_line_says_how_to_start_it(
+    script: str, variables: dict[str, str], tmp_path: Path
+) -> None:
+    ended = run(sys.executable, FOLDER / f"{script}.py", cwd=tmp_path, **variables)
+    command = f"torchrun --standalone --nproc_per_node 2 {FOLDER / script}.py"
+    assert (ended.returncode, ended.text) == (2, f"start it with: {command}\n")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_an_unknown_data_set_is_told(script: str, tmp_path: Path) -> None:
     ended = run(sys.executable, FOLDER / f"{script}.py", "--dataset", "nowhere", cwd=tmp_path)
-    assert ended.returncode == 2
+    assert (ended.returncode, "Traceback" in ended.stderr) == (2, False)
     assert "invalid choice: 'nowhere'" in ended.stderr
-    assert "Traceback" not in ended.stderr
+
+
+def words(script: str, ranks: int, *flags: Any, restarts: int = 0) -> list[Any]:
+    """Return a command that trains a script on the first images."""
+    torchrun = [*STANDALONE, ranks, "--max-restarts", restarts] if "ddp" in script else []
+    shortened = [ROOT / "tests" / "shortened.py", f"scripts/minimal/{script}.py"]
+    return [sys.executable, *torchrun, *shortened, "--dataset", "synthetic", *flags]
 
 
 def train(script: str, ranks: int, folder: Path, *flags: Any, **variables: str) -> Finished:
-    """Train a script on the first images, in ``folder``, where it leaves its checkpoint."""
-    launcher = [*STANDALONE, ranks] if script == "ddp" else []
-    command = [sys.executable, *launcher, ROOT / "tests" / "shortened.py"]
+    """Train a script in ``folder``, where it leaves its checkpoint."""
     folder.mkdir(exist_ok=True)
     variables = {"TEST_IMAGES": str(IMAGES)} | variables
-    return run(
-        *[*command, f"scripts/minimal/{script}.py", "--dataset", "synthetic", *flags],
-        cwd=folder,
-        timeout=TIMEOUT,
-        **variables,
-    )
+    return run(*words(script, ranks, *flags), cwd=folder, timeout=TIMEOUT, **variables)
 
 
 @torch.no_grad()
@@ -138,6 +143,7 @@ def result(ended: Finished) -> tuple[float, float]:
         pytest.param("dp", 1, marks=pytest.mark.slow),
         pytest.param("ddp", 2, marks=pytest.mark.slow),
         ("ddp", 3),
+        pytest.param("ddp_complete", 3, marks=pytest.mark.slow),
     ],
 )
 def test_it_learns_and_evaluates_exactly(
@@ -155,24 +161,11 @@ def test_it_learns_and_evaluates_exactly(
     true_loss, correct = evaluate(model, synthetic_dir, "synthetic")
     assert accuracy == correct / 100
     assert loss == pytest.approx(true_loss, abs=1e-4)
-    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
+    more = ["checkpoint.pt", "runs"] if script == "ddp_complete" else []
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["model.pt", *more])
 
 
-@pytest.mark.slow
-def test_a_checkpoint_of_ddp_goes_on_in_plain_code(synthetic_dir: Path, tmp_path: Path) -> None:
-    result(train("ddp", 2, tmp_path, "--data-dir", synthetic_dir))
-    model = models.build_model("convnet")
-    model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
-    before, _ = evaluate(model, synthetic_dir, "synthetic")
-    train_set, _ = data.load_tensors("synthetic", str(synthetic_dir))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    model.train()
-    for first in range(0, IMAGES, 96):
-        images, labels = train_set[first : first + 96]
-        optimizer.zero_grad()
-        F.cross_entropy(model(images), labels).backward()
-        optimizer.step()
-    assert evaluate(model, synthetic_dir, "synthetic")[0] < before
+COMPLETE = ("ddp_complete 1 1", "ddp_complete 2 2", "ddp_complete 3 4")
 
 
 @pytest.mark.slow
@@ -184,16 +177,18 @@ def test_the_same_global_batch_makes_the_same_weights(synthetic_dir: Path, tmp_p
     the k-th batches of all processes together are the k-th batch of one: a process takes every
     n-th image of it.
     """
-    weights: dict[tuple[str, int], Any] = {}
-    for script, ranks in (("single", 1), ("dp", 1), ("ddp", 1), ("ddp", 2), ("ddp", 3)):
-        folder = tmp_path / f"{script}{ranks}"
-        flags = ["--data-dir", synthetic_dir, "--batch-size", 96 // ranks, "--epochs", 2]
-        result(train(script, ranks, folder, *flags, TEST_EXACT="0"))
-        weights[script, ranks] = torch.load(folder / "model.pt", weights_only=True)
-    expected = weights.pop(("single", 1))
+    weights: dict[str, Any] = {}
+    for layout in "single 1", "dp 1", "ddp 1", "ddp 2", "ddp 3", *COMPLETE:
+        script, ranks, *accumulate = layout.split()
+        batch = 96 // int(ranks) // int([*accumulate, 1][0])
+        flags = ["--data-dir", synthetic_dir, "--batch-size", batch, "--epochs", 2]
+        flags += [f"--grad-accum-steps={number}" for number in accumulate]
+        result(train(script, int(ranks), tmp_path / layout, *flags, TEST_EXACT="0"))
+        weights[layout] = torch.load(tmp_path / layout / "model.pt", weights_only=True)
     untrained = models.mlp().double().state_dict()
-    assert expected.keys() == untrained.keys()
+    assert weights["single 1"].keys() == untrained.keys()
     for layout, found in weights.items():
+        expected = weights[COMPLETE[0] if layout in COMPLETE else "single 1"]
         apart = max(float((expected[k] - found[k]).abs().max()) for k in expected)
         print(f"{layout}: {apart:.1e} apart")
         assert expected["1.weight"].dtype == torch.float64
@@ -207,69 +202,129 @@ def test_when_a_rank_fails_all_of_them_end(synthetic_dir: Path, tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
+def docstring_command(script: str, number: int) -> str:
+    """Return a command of a script's docstring, in which Python has joined continued lines."""
+    text = ast.get_docstring(ast.parse((FOLDER / f"{script}.py").read_text())) or ""
+    return " ".join([line for line in text.splitlines() if line[:4] == "    "][number].split())
+
+
 def shown(script: str, number: int, flags: str) -> str:
     """Return a command of a script's docstring, to be given from any folder."""
-    command = docstring_commands(FOLDER / f"{script}.py")[number]
-    return f"{command} {flags}".replace("scripts/", f"{ROOT}/scripts/")
+    return f"{docstring_command(script, number)} {flags}".replace("scripts/", f"{ROOT}/scripts/")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_one_epoch_of_mnist_reaches_98_percent(
-    script: str, mnist_dir: Path, tmp_path: Path
+@pytest.mark.parametrize(("script", "number"), [*((s, 0) for s in SCRIPTS), ("single", 1)])
+def test_the_commands_shown_reach_98_percent(
+    script: str, number: int, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """By the commands of the docstrings of single.py, dp.py and ddp.py."""
-    words, _ = shell_line(shown(script, 0, f"--data-dir {mnist_dir}"))
-    ended = run(*words, cwd=tmp_path, timeout=240)
+    """One epoch of MNIST with single, dp, ddp and ddp_complete, and two epochs of drawn digits."""
+    folder = request.getfixturevalue("synthetic_dir" if number else "mnist_dir")
+    command, _ = shell_line(shown(script, number, f"--data-dir {folder}"))
+    ended = run(*command, cwd=tmp_path, timeout=240)
     print(ended.stdout)
     assert result(ended)[1] > 98
 
 
-@pytest.mark.slow
-def test_two_epochs_of_drawn_digits(synthetic_dir: Path, tmp_path: Path) -> None:
-    line = shown("single", 1, f"--data-dir {synthetic_dir}")
-    assert "--dataset synthetic --epochs 2" in line
-    ended = run(*shell_line(line)[0], cwd=tmp_path, timeout=240)
-    assert result(ended)[1] > 98
-
-
-TWO_MACHINES = "torchrun --nnodes 2 --rdzv_backend c10d --rdzv_endpoint $HOST0:29500"
-
-
-def on_two_machines(folder: Path) -> str:
-    """Return the command for two machines, made short."""
-    command = docstring_commands(FOLDER / "ddp.py")[1]
-    assert command == f"{TWO_MACHINES} scripts/minimal/ddp.py"
-    shortened = f"{ROOT}/tests/shortened.py scripts/minimal/ddp.py --dataset synthetic"
-    command = command.replace("scripts/minimal/ddp.py", shortened).replace("29500", "$PORT")
-    return f"{command} --data-dir {folder} --batch-size 48"
-
-
-def check_two(ended: list[Finished], folder: Path) -> None:
-    assert [one.returncode for one in ended] == [0, 0], [one.text for one in ended]
-    reports = [one for one in ended if RESULT.search(one.stdout)]
-    assert len(reports) == 1, "only rank 0 reports"
-    model = models.build_model("convnet")
-    (checkpoint,) = folder.glob("**/model.pt")
-    model.load_state_dict(torch.load(checkpoint, weights_only=True))
-
-
 def test_two_torchruns_on_one_host(synthetic_dir: Path, tmp_path: Path) -> None:
     """The command of ddp.py's docstring, twice."""
-    known = {"HOST0": "127.0.0.1", "PORT": str(free_port())}
-    words, variables = shell_line(on_two_machines(synthetic_dir), **known)
+    line = f"{docstring_command('ddp', 2)} --dataset synthetic --data-dir {synthetic_dir}"
+    assert line.startswith("torchrun --nnodes 2 --nproc_per_node 2 --rdzv_backend c10d ")
+    line = line.replace("scripts/", f"{ROOT}/tests/shortened.py scripts/").replace("29500", "$PORT")
+    command, variables = shell_line(line, HOST0="127.0.0.1", PORT=str(free_port()))
     variables |= {"TEST_IMAGES": str(IMAGES)}
-    both = [start(*words, cwd=tmp_path, **variables) for _ in range(2)]
-    check_two([finish(process, TIMEOUT) for process in both], tmp_path)
+    both = [start(*command, "--batch-size", 24, cwd=tmp_path, **variables) for _ in range(2)]
+    ended = [finish(process, TIMEOUT) for process in both]
+    assert [one.returncode for one in ended] == [0, 0], [one.text for one in ended]
+    assert sum(bool(RESULT.search(one.stdout)) for one in ended) == 1, "only rank 0 reports"
+
+
+# ddp_complete.py: a run that is stopped, killed, continued
+
+
+EPOCHS = 3
+
+
+def complete(folder: Path, data_dir: Path, *flags: Any, ranks: int = 2) -> Finished:
+    return train("ddp_complete", ranks, folder, "--data-dir", data_dir, "--batch-size", 48, *flags)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(synthetic_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    result(complete(folder, synthetic_dir, "--epochs", EPOCHS))
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("target", "number", "status", "restarts"),
+    [
+        ("rank", signal.SIGTERM, 0, 1),
+        pytest.param("torchrun", signal.SIGINT, 1, 1, marks=pytest.mark.slow),
+        pytest.param("rank", signal.SIGKILL, 1, 0, marks=pytest.mark.slow),
+        pytest.param("rank", signal.SIGKILL, 0, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_an_interrupted_run_ends_with_the_weights_of_an_undisturbed_one(
+    target: str,
+    number: int,
+    status: int,
+    restarts: int,
+    undisturbed: Path,
+    synthetic_dir: Path,
+    tmp_path: Path,
+) -> None:
+    flags = ["--data-dir", synthetic_dir, "--batch-size", 48, "--epochs", EPOCHS]
+    command = words("ddp_complete", 2, *flags, restarts=restarts)
+    process = start(*command, cwd=tmp_path, TEST_IMAGES=str(IMAGES))
+    wait_until((tmp_path / "checkpoint.pt").exists, TIMEOUT)
+    ranks = [pid for pid, (_, variables) in sorted(marked().items()) if "RANK" in variables]
+    os.kill(process.pid if target == "torchrun" else ranks[-1], number)
+    ended = finish(process, TIMEOUT)
+    assert ended.returncode == status, ended.text
+    stopped = re.findall(r"^stopped: the next start repeats epoch (\d)", ended.stdout, re.M)
+    assert len(stopped) == (number != signal.SIGKILL)
+    if number != signal.SIGKILL or not restarts:
+        saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["epochs"]
+        assert stopped in ([], [str(saved + 1)])
+        ended = complete(tmp_path, synthetic_dir, "--epochs", EPOCHS)
+        assert f"{saved} of {EPOCHS} epochs done, a cut one starts from its" in ended.stdout
+    result(ended)
+    for name in ("model.pt", "checkpoint.pt"):
+        found, expected = (torch.load(each / name) for each in (tmp_path, undisturbed))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    curve = EventAccumulator(str(tmp_path / "runs")).Reload().Scalars("accuracy/test")
+    assert [event.step for event in curve] == [IMAGES * (n + 1) for n in range(EPOCHS)]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"),
-    reason="needs root, iproute2 and unshare for network namespaces",
-)
-def test_two_hosts(synthetic_dir: Path, tmp_path: Path) -> None:
-    line = f"cd {tmp_path}; {on_two_machines(synthetic_dir)}"
-    with Hosts(2) as hosts:
-        both = [hosts.start(node, line, TEST_IMAGES=str(IMAGES)) for node in range(2)]
-        check_two([finish(process, TIMEOUT) for process in both], tmp_path)
+def test_a_complete_run_takes_more_epochs_and_keeps_a_good_checkpoint(
+    undisturbed: Path, synthetic_dir: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(undisturbed, tmp_path / "copy")
+    path = folder / "checkpoint.pt"
+    again = complete(folder, synthetic_dir, "--epochs", EPOCHS)
+    assert (again.returncode, RESULT.findall(again.stdout)) == (0, [])
+    assert f"{EPOCHS} of {EPOCHS} epochs done" in again.stdout
+
+    (folder / "checkpoint.pt.tmp").write_bytes(path.read_bytes()[:1000])  # of a killed process
+    flags = ["--epochs", EPOCHS + 1, "--amp", "bf16", "--grad-accum-steps", 2]
+    more = complete(folder, synthetic_dir, *flags, ranks=3)
+    assert result(more)[1] > 90
+    assert [epoch for epoch, *_ in RESULT.findall(more.stdout)] == [str(EPOCHS + 1)]
+    assert not (folder / "checkpoint.pt.tmp").exists()
+
+    good = path.read_bytes()
+    for batch in (48, 240):  # the loss of a step shows it, or in so short an epoch only the test
+        flags = ["--epochs", EPOCHS + 2, "--max-grad-norm", "nan", "--batch-size", batch]
+        broken = complete(folder, synthetic_dir, *flags)
+        assert broken.returncode == 1
+        assert "the loss is not finite: nothing was saved\n" in broken.stderr
+        assert path.read_bytes() == good
+
+    path.write_bytes(good[:-1000])
+    damaged = complete(folder, synthetic_dir, "--epochs", EPOCHS + 2)
+    assert damaged.returncode == 1
+    assert damaged.stderr.count("checkpoint.pt is damaged: remove it to start over\n") == 1
+    assert "PytorchStreamReader" not in damaged.stderr
