@@ -226,6 +226,7 @@ def test_the_commands_shown_reach_98_percent(
     assert result(ended)[1] > 98
 
 
+@pytest.mark.long
 def test_two_torchruns_on_one_host(synthetic_dir: Path, tmp_path: Path) -> None:
     """The command of ddp.py's docstring, twice."""
     line = f"{docstring_command('ddp', 2)} --dataset synthetic --data-dir {synthetic_dir}"
@@ -240,7 +241,6 @@ def test_two_torchruns_on_one_host(synthetic_dir: Path, tmp_path: Path) -> None:
 
 
 # ddp_complete.py: a run that is stopped, killed, continued
-
 
 EPOCHS = 3
 
