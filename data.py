@@ -1,22 +1,33 @@
 """Data sets as tensors, the sampler that shares an epoch among processes, and the transform.
 
-Each process maps the prepared file of a data set into memory, so that any number of ranks on a node
+Each process maps the raw files of a data set into memory, so that any number of ranks on a node
 share a single copy of the images.
 """
 
+import math
+import os
+import shutil
 import signal
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.utils.data import Dataset, DistributedSampler, TensorDataset
+from torch import Tensor, nn
+from torch.utils.data import Dataset, DistributedSampler, TensorDataset, get_worker_info
 
-from utils.datasets.prepare import load_prepared, prepare
-from utils.datasets.sources import SOURCES, DataError
+from utils import signals
+from utils.datasets import idx
+from utils.datasets.prepare import prepare
+from utils.datasets.sources import RAW_FILES, SOURCES, DataError
+from utils.errors import UserError
 
 EVAL_BATCH_SIZE = 500  # fits a CPU's cache; the result does not depend on it
+PREFETCH = 2  # batches that each loader worker prepares ahead, PyTorch's default
+SHARED_MEMORY = "/dev/shm"  # where Linux has it
+FINGERPRINT_IMAGES = 300  # at least that many are compared between ranks
+BATCH_TIMEOUT = 10.0  # seconds that a loader waits for a batch before it looks for a stop signal
 
 
 class ImageSet(Dataset):
@@ -48,7 +59,9 @@ class ImageSet(Dataset):
         return self.images[index], self.labels[index]
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        index = torch.tensor(indices, device=self.images.device)
+        # From pinned memory a GPU fetches the index by itself, and the host need not wait for it.
+        index = torch.tensor(indices, pin_memory=self.images.is_cuda)
+        index = index.to(self.images.device, non_blocking=True)
         # On a CPU it copies whole images, where ``self.images[index]`` goes byte by byte.
         return self.images.index_select(0, index), self.labels.index_select(0, index)
 
@@ -74,10 +87,36 @@ def _check_kind(images: Any, labels: Any) -> None:
             f"labels are {labels.dtype} {list(labels.shape)} for {len(images)} images: they have to"
             " be torch.int64 [N], or float [N] or [N, D] for a regression"
         )
+    if is_class and len(labels) and labels.min() < 0:
+        raise DataError(f"labels hold the class {int(labels.min())}: classes count from 0")
+
+
+class SharedMemoryError(UserError):
+    """Loader workers find no room for their batches in /dev/shm."""
+
+    exit_status = 2
+
+    def __init__(self, *text: str) -> None:  # of a worker's error PyTorch passes on the traceback
+        super().__init__(
+            "/dev/shm has no room for the batches of the loader workers: make it larger (docker"
+            " run --shm-size 1g), lower --num-workers, or pass --num-workers 0"
+        )
 
 
 def keep_batch(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the batch as it is (a ``collate_fn`` that workers can pickle)."""
+    """Return the batch as it is, but in shared memory if this is a loader worker.
+
+    PyTorch would put it there from another thread of the worker, whose error nobody gets: the
+    training process would wait for this batch for ever.
+
+    Raises:
+        SharedMemoryError: there is no room.
+    """
+    if get_worker_info() is not None:
+        try:
+            return batch[0].share_memory_(), batch[1].share_memory_()
+        except (RuntimeError, OSError):
+            raise SharedMemoryError from None
     return batch
 
 
@@ -92,16 +131,63 @@ def ignore_stop_signals(worker_id: int) -> None:
 
 
 def loader_options(dataset: ImageSet, num_workers: int, device: torch.device) -> dict[str, Any]:
-    """Return the ``DataLoader`` arguments that training and evaluation share."""
+    """Return the ``DataLoader`` arguments that training and evaluation share.
+
+    Args:
+        dataset: the test set, whose batches are the larger ones.
+
+    Raises:
+        SharedMemoryError: /dev/shm has no room for the batches of the evaluation that the workers
+            of all processes of this machine prepare ahead.
+    """
     on_host = dataset.images.device.type == "cpu"
+    # A worker finds it too, but not before its first batch: in the evaluation, after an epoch.
+    workers = num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    images = min(workers * PREFETCH * EVAL_BATCH_SIZE, len(dataset))
+    free = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else math.inf
+    if workers and free < images * dataset.images[:1].nbytes:
+        raise SharedMemoryError
     return {
         "num_workers": num_workers,
+        "timeout": BATCH_TIMEOUT if num_workers else 0,
         "collate_fn": keep_batch,
         "worker_init_fn": ignore_stop_signals,
         "persistent_workers": num_workers > 0,
         # Only pinned memory can be copied to a GPU while the host goes on.
         "pin_memory": on_host and device.type == "cuda",
     }
+
+
+def batches(loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the batches of a loader, however long one takes.
+
+    Raises:
+        Stopped: a stop signal came, and no batch for ``BATCH_TIMEOUT`` seconds.
+    """
+    iterator = iter(loader)
+    while True:
+        try:
+            yield next(iterator)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader timed out"):
+                raise
+            signals.check()
+
+
+def fingerprint(dataset: ImageSet) -> str:
+    """Return what two ranks compare to find out whether they have the same data, in milliseconds.
+
+    It covers length, shapes, dtypes, all labels and some hundred images, in their order.
+    """
+    images, labels = dataset.images, dataset.labels
+    some = images[:: max(1, len(images) // FINGERPRINT_IMAGES)]
+    checksum = 0
+    for part in (labels, some):
+        checksum = zlib.crc32(part.cpu().contiguous().view(torch.uint8).numpy().data, checksum)
+    kinds = [f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in (images, labels)]
+    return f"images {kinds[0]}, labels {kinds[1]}, checksum {checksum:08x}"
 
 
 class EpochSampler(DistributedSampler):
@@ -200,6 +286,37 @@ class Transform:
         return pixels.sub_(self.mean).mul_(self.scale), labels
 
 
+@torch.no_grad()
+def check_fits(model: nn.Module, transform: Transform, *sets: ImageSet) -> None:
+    """Try a new model on an image of each set, and compare its logits with the labels.
+
+    Found here, before any step, it is one line: on a GPU a class without a logit is an assert in a
+    kernel, which names nothing.
+
+    Args:
+        model: on the device of ``transform``, not wrapped.
+
+    Raises:
+        DataError: the model cannot take the images, or a class has no logit.
+    """
+    model.eval()  # so that the image leaves no trace in running statistics
+    for dataset in sets:
+        images, labels = transform(*dataset[:1])
+        try:
+            outputs = model.forward(images)  # past ``compile``, for which this is no batch
+        except (RuntimeError, ValueError) as error:
+            raise DataError(
+                f"--model cannot take the images of --dataset, {list(images.shape[1:])} ({error}):"
+                " choose another --model, or change its layers"
+            ) from None
+        if labels.dtype == torch.int64 and dataset.labels.max() >= outputs.shape[-1]:
+            raise DataError(
+                f"--dataset has the class {int(dataset.labels.max())}, and --model"
+                f" {outputs.shape[-1]} logits, for classes from 0 on: give it one for each class"
+            )
+    model.train()
+
+
 def _per_channel(value: float | tuple[float, ...], device: torch.device) -> Any:
     """Return a number as it is, and one for each channel as a tensor [C, 1, 1]."""
     return torch.tensor(value, device=device)[:, None, None] if isinstance(value, tuple) else value
@@ -242,12 +359,11 @@ def load_dataset(name: str, data_dir: str) -> tuple[ImageSet, ImageSet]:
 
     Raises:
         DataError: the data is missing or damaged.
+        Stopped: a stop signal came while this process waited.
     """
-    tensors = load_prepared(prepare(name, data_dir))
-    return (
-        ImageSet(tensors["train_images"], tensors["train_labels"]),
-        ImageSet(tensors["test_images"], tensors["test_labels"]),
-    )
+    folder = prepare(name, data_dir)
+    images, labels, test_images, test_labels = (idx.read(folder / name) for name in RAW_FILES)
+    return ImageSet(images, labels.long()), ImageSet(test_images, test_labels.long())
 
 
 def load_tensors(name: str, data_dir: str) -> tuple[TensorDataset, TensorDataset]:

@@ -64,7 +64,7 @@ def train(args: argparse.Namespace, job: Job) -> int:
     # epoch before the loaders pack it. The batches of all ranks make one batch of a single process.
     global_batch_size = args.batch_size * args.grad_accum_steps * world_size
     sampler = data.EpochSampler(train_set, global_batch_size, world_size, rank, args.seed)
-    options = data.loader_options(train_set, args.num_workers, device)
+    options = data.loader_options(test_set, args.num_workers, device)
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, **options)
     # DDP: an unpadded share of the test set, so that every sample counts exactly once.
     test_shard = range(rank, len(test_set), world_size)
@@ -74,6 +74,7 @@ def train(args: argparse.Namespace, job: Job) -> int:
     raw_model = models.build_model(args.model).to(device)
     if args.init_weights:
         load_weights(raw_model, args.init_weights)
+    data.check_fits(raw_model, transform, train_set, test_set)
     if args.compile:
         raw_model.compile()
     precision = Precision(device, args.amp)

@@ -36,7 +36,7 @@ def train(args: argparse.Namespace) -> int:
         train_set, test_set = train_set.to(device), test_set.to(device)
     global_batch_size = args.batch_size * args.grad_accum_steps
     sampler = data.EpochSampler(train_set, global_batch_size, seed=args.seed)
-    options = data.loader_options(train_set, args.num_workers, device)
+    options = data.loader_options(test_set, args.num_workers, device)
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, **options)
     test_loader = DataLoader(test_set, data.EVAL_BATCH_SIZE, **options)
     transform = data.Transform(device, args.dataset, args.augment)
@@ -44,6 +44,7 @@ def train(args: argparse.Namespace) -> int:
     raw_model = models.build_model(args.model).to(device)
     if args.init_weights:
         load_weights(raw_model, args.init_weights)
+    data.check_fits(raw_model, transform, train_set, test_set)
     if args.compile:
         raw_model.compile()
     precision = Precision(device, args.amp)

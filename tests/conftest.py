@@ -169,7 +169,7 @@ def synthetic_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shared = tmp_path_factory.getbasetemp()
     folder = (shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared) / "synthetic"
     folder.mkdir(exist_ok=True)
-    data.prepare("synthetic", str(folder))  # one draws; it locks the others out meanwhile
+    data.load_dataset("synthetic", str(folder))  # one draws; it locks the others out meanwhile
     return folder
 
 

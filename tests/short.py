@@ -2,16 +2,16 @@
 
 from pathlib import Path
 
-from utils.datasets import prepare
+from utils.datasets import idx
+from utils.datasets.prepare import prepare
 
 
 def make(folder: Path, count: int, data_dir: Path) -> Path:
     """Make a data folder in ``folder`` with the first ``count`` test images of the whole set."""
-    whole = prepare.prepare("synthetic", str(data_dir))
-    tensors = prepare.load_prepared(whole)
-    del tensors["crc32"]
-    tensors |= {key: tensors[key][:count].clone() for key in ("test_images", "test_labels")}
-    path = folder / whole.relative_to(data_dir)
-    path.parent.mkdir(parents=True)
-    prepare._write(path, "synthetic", tensors)
+    whole = prepare("synthetic", str(data_dir))
+    raw = folder / whole.relative_to(data_dir)
+    raw.mkdir(parents=True)
+    for path in whole.iterdir():
+        part = count if path.name.startswith("t10k") else None
+        (raw / path.name).write_bytes(idx.to_bytes(idx.read(path)[:part]))
     return folder

@@ -98,11 +98,6 @@ def explain(error: Exception) -> Exception:
             "a parameter got no gradient on this rank in the step before, and DDP waits for one of"
             " each: use it in every forward, freeze it, or pass --find-unused-parameters"
         )
-    if isinstance(error, IndexError) and text.startswith("Target "):
-        return UsageError(
-            f"the data has a class that the model has no logit for ({text}): it needs as many"
-            " logits as there are classes, which count from 0"
-        )
     return error
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from data import Transform
+import data
 from models import loss_and_correct
 from utils.device import Precision
 from utils.metrics import Metrics
@@ -15,7 +15,7 @@ from utils.metrics import Metrics
 def evaluate(
     raw_model: nn.Module,
     loader: Iterable[tuple[Tensor, Tensor]],
-    transform: Transform,
+    transform: data.Transform,
     precision: Precision,
 ) -> Metrics:
     """Return loss, correct predictions and count of the loader's samples, as sums.
@@ -25,7 +25,7 @@ def evaluate(
     """
     raw_model.eval()
     metrics = Metrics(transform.device)
-    for images, targets in loader:
+    for images, targets in data.batches(loader):
         images, targets = transform(images, targets)
         with precision.autocast():
             metrics.update(*loss_and_correct(raw_model(images), targets))

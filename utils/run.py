@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from data import EpochSampler
+import data
 from utils import distributed, signals
 from utils.checkpoint import Checkpointer
 from utils.device import peak_memory, seed_step
@@ -76,7 +76,7 @@ class Run:
         self,
         args: argparse.Namespace,
         device: torch.device,
-        sampler: EpochSampler,
+        sampler: data.EpochSampler,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         scaler: torch.amp.GradScaler,
@@ -158,7 +158,8 @@ class Run:
         accum_steps = self.args.grad_accum_steps
         self._logger.start_epoch(len(loader) // accum_steps)
         try:
-            for micro_step, batch in enumerate(loader if self.progress.has_step_left else ()):
+            batches = data.batches(loader) if self.progress.has_step_left else ()
+            for micro_step, batch in enumerate(batches):
                 if micro_step % accum_steps == 0:
                     if self.signal or not self.progress.has_step_left:
                         break

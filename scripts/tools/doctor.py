@@ -47,7 +47,7 @@ import data
 from utils import config, distributed, signals
 from utils.cluster import members
 from utils.cluster.launch import Job, launch
-from utils.datasets.prepare import PREPARED_NAME
+from utils.datasets.sources import RAW_FILES
 from utils.device import select_devices, setup_device, usable_cores
 
 SLOW_FACTOR = 1.5  # times the median
@@ -73,7 +73,7 @@ def address_of(name: str) -> str:
 
 def describe_data(name: str, data_dir: str) -> dict[str, Any]:
     """Return a checksum of the data, and what tells one disk from another; or nothing."""
-    path = Path(data_dir) / data.SOURCES[name].folder / PREPARED_NAME
+    path = Path(data_dir) / data.SOURCES[name].folder / "raw" / RAW_FILES[0]
     if not path.exists():
         return {}
     checksum = 0

@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import data
 from utils.datasets.prepare import prepare
 from utils.datasets.sources import SOURCES
 from utils.errors import guard
@@ -20,6 +21,7 @@ from utils.errors import guard
 def run(args: argparse.Namespace) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # not every terminal can show every name
+    data.load_dataset(args.dataset, args.data_dir)  # reads and verifies what is there
     print(prepare(args.dataset, args.data_dir))
     return 0
 

@@ -26,8 +26,7 @@ import trial
 import data
 import models
 from utils import config, optim
-from utils.datasets.prepare import PREPARED_NAME
-from utils.datasets.sources import TRAIN_SIZE
+from utils.datasets.sources import RAW_FILES, TRAIN_SIZE
 from utils.device import setup_device, setup_seed
 from utils.errors import guard
 from utils.files import write_json
@@ -168,7 +167,7 @@ class Rounds:
         if not sampler.samples:
             raise trial.TrialError("rank 1 was not to be seen")
         first, last = sampler.samples[0], sampler.samples[-1]
-        path = data.prepare(self.args.dataset, self.args.data_dir)
+        path = data.prepare(self.args.dataset, self.args.data_dir) / RAW_FILES[0]
         return {
             "memory data": last["data_private"],
             "memory set": path.stat().st_size,
@@ -205,7 +204,7 @@ class MemorySampler:
         def private(parts: list[Any]) -> int:
             return sum(part.private_clean + part.private_dirty for part in parts)
 
-        own = [part for part in maps if Path(part.path).name == PREPARED_NAME]
+        own = [part for part in maps if Path(part.path).name == RAW_FILES[0]]
         if own:
             sample = {"private": private(maps), "data_private": private(own)}
             self.samples.append(sample | {"data_resident": sum(part.rss for part in own)})

@@ -27,7 +27,6 @@ from phases import TraceError, analyse
 from tqdm import tqdm
 
 import data
-from utils.datasets.prepare import PREPARED_NAME
 from utils.datasets.sources import RAW_FILES
 from utils.device import usable_cores
 from utils.errors import UserError
@@ -229,8 +228,7 @@ def choose_dataset(asked: str | None, data_dir: str) -> tuple[str, str]:
     """
     name, remark = asked or "mnist", ""
     folder = Path(data_dir) / data.SOURCES[name].folder
-    there = [folder / PREPARED_NAME, *folder.glob(f"raw/{RAW_FILES[0]}*")]
-    if asked is None and not any(path.is_file() for path in there):
+    if asked is None and not any(folder.glob(f"raw/{RAW_FILES[0]}*")):
         name, remark = "synthetic", f"No MNIST in {data_dir}: measuring with drawn digits."
     data.prepare(name, data_dir)
     return name, remark

@@ -34,25 +34,17 @@ class Source(NamedTuple):
     mirrors: tuple[str, ...] = ()
 
 
+MNIST_MIRRORS = (
+    "https://ossci-datasets.s3.amazonaws.com/mnist/",
+    "https://storage.googleapis.com/cvdf-datasets/mnist/",
+)
+FASHION_MIRRORS = (
+    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+    "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+)
 SOURCES = {
-    "mnist": Source(
-        "MNIST",
-        0.1307,
-        0.3081,
-        (
-            "https://ossci-datasets.s3.amazonaws.com/mnist/",
-            "https://storage.googleapis.com/cvdf-datasets/mnist/",
-        ),
-    ),
-    "fashion-mnist": Source(
-        "FashionMNIST",
-        0.2860,
-        0.3530,
-        (
-            "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
-            "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
-        ),
-    ),
+    "mnist": Source("MNIST", 0.1307, 0.3081, MNIST_MIRRORS),
+    "fashion-mnist": Source("FashionMNIST", 0.2860, 0.3530, FASHION_MIRRORS),
     "synthetic": Source("Synthetic", 0.1503, 0.3081),
 }
 
