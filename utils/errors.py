@@ -1,4 +1,4 @@
-"""Errors that a person can mend: one line that says what is wrong and what to do, and a status."""
+"""Errors that a person can correct: one line that says what is wrong and what to do."""
 
 import errno
 import multiprocessing
@@ -16,7 +16,7 @@ MAX_TEXT = 2000  # characters that a line takes from elsewhere
 
 
 class UserError(Exception):
-    """An error whose message is for the user; any other exception is a bug, with its traceback.
+    """An error whose message is for the user. Any other exception is a bug, with its traceback.
 
     The message is a printable line, whatever it quotes: names from files and from other processes.
 
@@ -33,7 +33,7 @@ class UserError(Exception):
 
 
 class UsageError(UserError):
-    """Arguments that cannot be used together or here; the message says what to change."""
+    """Arguments that cannot be used together or here. The message says what to change."""
 
     exit_status = 2
 
@@ -55,54 +55,51 @@ def describe(error: BaseException) -> str:
 
 REPORT_SECONDS = 10.0  # for a rank to say what is wrong for all of its node: it may still import
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+MEMORY = "out of memory: lower --batch-size, or raise --grad-accum-steps to keep the global batch"
+# Part of the text of an error of PyTorch or the system, and what to say instead.
+KNOWN = {
+    "can't allocate memory": MEMORY,
+    "Too many open files": "too many open files: raise `ulimit -n` (1024 will do), or lower"
+    " --num-workers",
+    "SyncBatchNorm layers only work with GPU modules": "--sync-bn: SyncBatchNorm works on GPUs"
+    " only, drop it on a CPU",
+    "Expected to have finished reduction in the prior iteration": "a parameter got no gradient on"
+    " this rank in the step before, and DDP waits for one of each: use it in every forward, freeze"
+    " it, or pass --find-unused-parameters",
+}
 
 
 def explain(error: Exception) -> Exception:
-    """Return a ``UserError`` in the place of an error of PyTorch or the system with a known cause.
+    """Return a ``UserError`` for an error of PyTorch or the system whose cause is known.
 
     Any other error is returned as it is.
     """
     text = (str(error).splitlines() or [""])[0]
-    if isinstance(error, torch.OutOfMemoryError):
-        return UserError(
-            f"out of device memory ({text}): lower --batch-size, or raise --grad-accum-steps to"
-            " keep the global batch"
-        )
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return UserError(MEMORY)
     if isinstance(error, OSError) and error.errno in DISK:
+        where = error.filename or "a file"
         return UserError(
-            f"cannot write {error.filename or 'a file'} ({error.strerror}): make room, and"
-            " continue with --resume"
+            f"cannot write {where} ({error.strerror}): make room, and continue with --resume"
         )
-    if isinstance(error, MemoryError) or "can't allocate memory" in text:
-        return UserError("out of memory: lower --batch-size, or raise --grad-accum-steps")
-    if "Too many open files" in text:
-        return UserError(
-            "too many open files: raise `ulimit -n` (the shell's; 1024 will do), or lower"
-            " --num-workers"
-        )
+    for part, message in KNOWN.items():
+        if part in text and not isinstance(error, UserError):
+            return UserError(message)
     if isinstance(error, OSError) and error.filename:
         return UserError(f"{error.filename2 or error.filename}: {error.strerror}")
-    # The second where it died on the way of a batch to us.
+    # A worker that died may also show as a connection that broke while it sent a batch.
     functions = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if text.startswith("DataLoader worker") or (
-        isinstance(error, EOFError | ConnectionError) and "_try_get_data" in functions
-    ):
+    is_broken = isinstance(error, EOFError | ConnectionError) and "_try_get_data" in functions
+    if is_broken or text.startswith("DataLoader worker"):
         return UserError(
             f"a loader worker died ({text.partition('. ')[0] or type(error).__name__}): was it"
             " killed for its memory? Lower --num-workers, and continue with --resume"
-        )
-    if text.startswith("SyncBatchNorm layers only work with GPU modules"):
-        return UsageError("--sync-bn: SyncBatchNorm works on GPUs only, drop it on a CPU")
-    if text.startswith("Expected to have finished reduction in the prior iteration"):
-        return UserError(
-            "a parameter got no gradient on this rank in the step before, and DDP waits for one of"
-            " each: use it in every forward, freeze it, or pass --find-unused-parameters"
         )
     return error
 
 
 def guard(run: Callable[..., int], *args: object) -> int:
-    """Call ``run(*args)`` and return the exit status; a ``UserError`` gets one line on stderr."""
+    """Call ``run(*args)`` and return the exit status. A ``UserError`` is one line on stderr."""
     name = Path(sys.argv[0]).name
     try:
         return run(*args)
