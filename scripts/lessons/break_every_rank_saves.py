@@ -4,14 +4,13 @@ python scripts/lessons/break_every_rank_saves.py
 """
 
 import os
-import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 
 import torch
-from _lesson import conclude, first_line, run_ranks
+from _lesson import first_line, run_ranks, start
 
 SECONDS = 1.0  # of each case
 READER = 2  # the rank that only reads
@@ -53,7 +52,7 @@ def work(rank: int, world_size: int, case: str, folder: str) -> Counter[str]:
     return ends
 
 
-def main() -> int:
+def main() -> dict[str, bool]:
     failed = {}
     for case, (writers, _) in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -65,15 +64,13 @@ def main() -> int:
                 print(f"  {count:6} {what}: {end[:96]}")
         failed[case] = sum(saves.values()) - saves["fine"], sum(loads.values()) - loads["fine"]
     in_place, same_temporary, alone, right = failed.values()
-    return conclude(
-        {
-            "a file written in place is broken for whoever reads it meanwhile, be it written by "
-            "all ranks or by one": in_place[1] > 0 < alone[1],
-            "ranks that share a temporary file take it away from each other": same_temporary[0] > 0,
-            "one rank that replaces the file never fails, nor do its readers": right == (0, 0),
-        }
-    )
+    return {
+        "a file written in place is broken for whoever reads it meanwhile, be it written by "
+        "all ranks or by one": in_place[1] > 0 < alone[1],
+        "ranks that share a temporary file take it away from each other": same_temporary[0] > 0,
+        "one rank that replaces the file never fails, nor do its readers": right == (0, 0),
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

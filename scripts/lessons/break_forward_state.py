@@ -5,11 +5,10 @@ python scripts/lessons/break_forward_state.py
 The warning stands in the documentation of torch.nn.DataParallel.
 """
 
-import sys
 from typing import Any
 
 import torch
-from _lesson import conclude, run_ranks
+from _lesson import run_ranks, start
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -58,7 +57,7 @@ def on_rank(rank: int, world_size: int) -> dict[str, Any]:
     return train(model, raw_model, torch.ones(BATCH // world_size, 2))
 
 
-def main() -> int:
+def main() -> dict[str, bool]:
     inputs = torch.ones(BATCH, 2)
     plain, wrapped = Noting(), Noting()
     single = train(plain, plain, inputs)
@@ -70,22 +69,19 @@ def main() -> int:
         print(f"  {way:32}" + "".join(f"{cell!s:>6}" for cell in cells))
     calls, last, in_place, assigned, returned = dp.values()
     total = BATCH * STEPS
-    return conclude(
-        {
-            "an attribute set in forward belongs to a replica, and vanishes with it": calls == 0
-            and last is None,
-            "so does a buffer that is replaced": assigned == 0,
-            "one that is changed in place keeps what the first replica saw, half of it": in_place
-            == total // 2,
-            "what forward returns is gathered from all": returned == total,
-            "DDP has no replicas: each process keeps what it noted, of its own share": all(
-                rank["self.calls += 1"] == STEPS
-                and rank["returned, added up outside"] == total // 2
-                for rank in ddp
-            ),
-        }
-    )
+    return {
+        "an attribute set in forward belongs to a replica, and vanishes with it": calls == 0
+        and last is None,
+        "so does a buffer that is replaced": assigned == 0,
+        "one that is changed in place keeps what the first replica saw, half of it": in_place
+        == total // 2,
+        "what forward returns is gathered from all": returned == total,
+        "DDP has no replicas: each process keeps what it noted, of its own share": all(
+            rank["self.calls += 1"] == STEPS and rank["returned, added up outside"] == total // 2
+            for rank in ddp
+        ),
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main, ddp=True)

@@ -5,11 +5,9 @@ python scripts/lessons/break_large_batch.py
 Measured by Goyal et al., https://arxiv.org/abs/1706.02677, on ImageNet, to a batch of 8,192.
 """
 
-import sys
-
 import torch
 import torch.nn.functional as F
-from _lesson import conclude
+from _lesson import start
 from torch import Tensor, nn
 
 SAMPLES, FEATURES, CLASSES = 16384, 32, 10  # of one epoch
@@ -55,7 +53,7 @@ def train(batch_size: int, times: float, warmup: float) -> tuple[float, float]:
     return max(losses), correct.float().mean().item()
 
 
-def main() -> int:
+def main() -> dict[str, bool]:
     print(f"one epoch of {SAMPLES:,} samples; guessing one of {CLASSES} classes has a loss of 2.30")
     print(f"{'':24}batch  steps  rate  highest loss  accuracy")
     highest, accuracy = {}, {}
@@ -67,21 +65,19 @@ def main() -> int:
             f"{accuracy[name]:10.1%}"
         )
     small, same, linear, warm, huge, capped = CASES
-    return conclude(
-        {
-            "with as long steps, and fewer of them, a large batch learns less": accuracy[same]
-            < accuracy[small] - 0.05,
-            "linear scaling makes them longer; the first of them throw the loss up": highest[linear]
-            > 2 * highest[same],
-            "after a warm-up they do not, and the accuracy is nearly that of the small batch": (
-                highest[warm] < 1.2 * highest[same] and accuracy[warm] > accuracy[small] - 0.05
-            ),
-            "beyond its bound linear scaling fails, with the warm-up, too": accuracy[huge] < 0.5,
-            "and a rate with a cap goes as far as so few steps can": accuracy[capped]
-            > accuracy[huge] + 0.2,
-        }
-    )
+    return {
+        "with as long steps, and fewer of them, a large batch learns less": accuracy[same]
+        < accuracy[small] - 0.05,
+        "linear scaling makes them longer; the first of them throw the loss up": highest[linear]
+        > 2 * highest[same],
+        "after a warm-up they do not, and the accuracy is nearly that of the small batch": (
+            highest[warm] < 1.2 * highest[same] and accuracy[warm] > accuracy[small] - 0.05
+        ),
+        "beyond its bound linear scaling fails, with the warm-up, too": accuracy[huge] < 0.5,
+        "and a rate with a cap goes as far as so few steps can": accuracy[capped]
+        > accuracy[huge] + 0.2,
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

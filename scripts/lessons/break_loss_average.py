@@ -5,13 +5,12 @@ python scripts/lessons/break_loss_average.py
 Asked in huggingface/transformers#34242, pytorch/torchtitan#2206 and modelscope/ms-swift#10165.
 """
 
-import sys
 from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _lesson import conclude, run_ranks
+from _lesson import run_ranks, start
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -65,7 +64,7 @@ def work(rank: int, world_size: int) -> dict[str, Tensor]:
     return found
 
 
-def main() -> int:
+def main() -> dict[str, bool]:
     print(f"tokens in the micro-batches: rank 0 {TOKENS[0]}, rank 1 {TOKENS[1]}, in all {TOTAL}")
     single = build()
     inputs, labels = map(torch.cat, zip(*batches(0), *batches(1), strict=True))
@@ -75,20 +74,18 @@ def main() -> int:
     for case, found in run_ranks(work, 2)[0].value.items():
         off[case] = float((found - right).norm() / right.norm())
         print(f"  {case:42}{off[case]:6.3f} off the gradient of all tokens at once")
-    return conclude(
-        {
-            "a mean of means gives one token the weight of nine": off[CASES[0]] > 0.1,
-            "dividing by the tokens of the own rank mends the micro-batches, not the ranks": 0.01
-            < off[CASES[1]]
-            < off[CASES[0]],
-            "by those of all ranks, the gradient is too small by the world size": abs(
-                off[CASES[2]] - 0.5
-            )
-            < 1e-9,
-            "times the world size it is the gradient of one device": off[CASES[3]] < 1e-12,
-        }
-    )
+    return {
+        "a mean of means gives one token the weight of nine": off[CASES[0]] > 0.1,
+        "dividing by the tokens of the own rank mends the micro-batches, not the ranks": 0.01
+        < off[CASES[1]]
+        < off[CASES[0]],
+        "by those of all ranks, the gradient is too small by the world size": abs(
+            off[CASES[2]] - 0.5
+        )
+        < 1e-9,
+        "times the world size it is the gradient of one device": off[CASES[3]] < 1e-12,
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main, ddp=True)

@@ -3,14 +3,12 @@
 python scripts/lessons/break_module_prefix.py
 """
 
-import sys
-
 import torch
-from _lesson import conclude, first_line
+from _lesson import first_line, start
 from torch import nn
 
 
-def main() -> int:
+def main() -> dict[str, bool]:
     torch.manual_seed(0)
     raw_model = nn.Linear(2, 2)
     # DDP does the same to the names: both keep the model as their attribute `module`.
@@ -41,19 +39,17 @@ def main() -> int:
     stripped = {name.removeprefix("module."): tensor for name, tensor in wrapped.items()}
     rescued.load_state_dict(stripped)
     print("saved from raw_model, or with the prefix stripped: loads")
-    return conclude(
-        {
-            "the names do not match, and loading says so": 'Missing key(s) in state_dict: "weight"'
-            in said
-            and '"module.weight"' in said,
-            "strict=False hides it: nothing is loaded and nothing is said": unchanged,
-            "saving the unwrapped model has the plain names": saved_unwrapped,
-            "a file that has the prefix loads once it is stripped": torch.equal(
-                rescued.weight, raw_model.weight
-            ),
-        }
-    )
+    return {
+        "the names do not match, and loading says so": 'Missing key(s) in state_dict: "weight"'
+        in said
+        and '"module.weight"' in said,
+        "strict=False hides it: nothing is loaded and nothing is said": unchanged,
+        "saving the unwrapped model has the plain names": saved_unwrapped,
+        "a file that has the prefix loads once it is stripped": torch.equal(
+            rescued.weight, raw_model.weight
+        ),
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

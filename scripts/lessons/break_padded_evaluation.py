@@ -1,58 +1,84 @@
-"""Break it: DistributedSampler repeats samples to make the shares equal, and the accuracy is off.
+"""Break it: five ways to get a wrong accuracy out of several ranks, and the right one.
 
 python scripts/lessons/break_padded_evaluation.py
+
+DistributedSampler repeats samples to make the shares equal. One rank's accuracy is not that of all
+ranks. A mean of accuracies is wrong if the shares differ in size.
 """
 
-import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from _lesson import Outcome, conclude, run_ranks
+from _lesson import first_line, run_ranks, start
 from torch.utils.data import DistributedSampler
 
 WORLD_SIZE, SAMPLES = 4, 10
 MISTAKES = {0, 1}  # the samples that the model gets wrong
+TRUE = 1 - len(MISTAKES) / SAMPLES
 
 
-def work(rank: int, world_size: int, case: str) -> tuple[list[int], int, int]:
-    """Evaluate this rank's share; return it, and correct and count over all ranks."""
-    samples = range(SAMPLES)
-    share: Sequence[int] = samples[rank::world_size]  # shares may differ by one sample
-    if case != "unpadded":
-        drop_last = case == "drop_last=True"
-        share = list(
-            DistributedSampler(samples, world_size, rank, shuffle=False, drop_last=drop_last)  # type: ignore[arg-type]
-        )
-    # Correct and count travel together and are divided last; nothing here needs equal shares.
-    sums = torch.tensor([sum(sample not in MISTAKES for sample in share), len(share)])
-    dist.all_reduce(sums)
-    return list(share), int(sums[0]), int(sums[1])
+def correct(share: Sequence[int]) -> int:
+    return sum(sample not in MISTAKES for sample in share)
 
 
-def show(case: str) -> tuple[int, int]:
-    outcomes: list[Outcome] = run_ranks(work, WORLD_SIZE, case)
-    shares = [outcome.value[0] for outcome in outcomes]
-    correct, count = outcomes[0].value[1:]
-    print(f"{case:22} shares {shares}: {correct} of {count} = {correct / count:.1%}")
-    return correct, count
+def work(rank: int, world_size: int) -> dict[str, Any]:
+    """Return this rank's shares, and the accuracy that each way finds on this rank."""
+    samples: Any = range(SAMPLES)
+    shares = {
+        "DistributedSampler": list(DistributedSampler(samples, world_size, rank, shuffle=False)),
+        "drop_last=True": list(
+            DistributedSampler(samples, world_size, rank, shuffle=False, drop_last=True)
+        ),
+        "unpadded": list(samples[rank::world_size]),  # shares may differ by one sample
+    }
+    found: dict[str, Any] = {}
+    for name, share in shares.items():
+        sums = torch.tensor([correct(share), len(share)])
+        dist.all_reduce(sums)  # numerator and denominator together; divided last
+        found[name] = share, float(sums[0] / sums[1])
+    own = shares["unpadded"]
+    found["own correct / all samples"] = own, correct(own) / SAMPLES
+    found["own correct / own count"] = own, correct(own) / len(own)
+    average = torch.tensor(correct(own) / len(own))
+    returned: Any = dist.all_reduce(average)  # works in place: the sum is in its argument
+    found["mean of accuracies"] = own, float(average) / world_size
+    try:
+        found["assigned"] = str(returned / world_size)
+    except TypeError as error:
+        found["assigned"] = first_line(error)
+    return found
 
 
-def main() -> int:
-    true = SAMPLES - len(MISTAKES)
-    print(f"{SAMPLES} samples, {true} of them right: the accuracy is {true / SAMPLES:.1%}")
-    padded = show("DistributedSampler")
-    dropped = show("drop_last=True")
-    exact = show("unpadded")
-    return conclude(
-        {
-            "the sampler repeats the first samples until the shares are equal, and each counts "
-            "again": padded == (8, 12),
-            "with drop_last it leaves samples out instead": dropped[1] == 8,
-            "samples[rank::world_size] counts each exactly once": exact == (true, SAMPLES),
-        }
-    )
+def main() -> dict[str, bool]:
+    ranks = [outcome.value for outcome in run_ranks(work, WORLD_SIZE)]
+    print(f"{SAMPLES} samples, of which the model gets {sorted(MISTAKES)} wrong: {TRUE:.1%}")
+    assigned = [found.pop("assigned") for found in ranks]
+    accuracy = {}
+    for way in ranks[0]:
+        shares = " ".join(str(found[way][0]) for found in ranks)
+        accuracy[way] = [round(found[way][1], 3) for found in ranks]
+        print(f"  {way:26}{shares:40}" + "".join(f"{value:7.1%}" for value in accuracy[way]))
+    print(f"acc = dist.all_reduce(acc); acc / world_size: {assigned[0]}")
+    return {
+        "the sampler repeats the first samples until the shares are equal, and they count twice: 8 "
+        "of 12": accuracy["DistributedSampler"] == [0.667] * WORLD_SIZE,
+        "with drop_last it leaves samples out: 6 of 8": accuracy["drop_last=True"]
+        == [0.75] * WORLD_SIZE,
+        "one rank's correct answers over all samples: the accuracy falls with every device that "
+        "you add": max(accuracy["own correct / all samples"]) < TRUE / 2,
+        "one rank's accuracy is the accuracy of its share": set(accuracy["own correct / own count"])
+        == {0.667, 1.0},
+        "a mean of accuracies gives the samples of a small share too much weight": accuracy[
+            "mean of accuracies"
+        ]
+        == [0.833] * WORLD_SIZE,
+        "all_reduce returns None": all("NoneType" in error for error in assigned),
+        "cure: samples[rank::world_size] has each sample once; sum correct and count over the "
+        "ranks, then divide": accuracy["unpadded"] == [TRUE] * WORLD_SIZE,
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -5,10 +5,8 @@ python scripts/lessons/break_same_random.py
 Asked in facebookresearch/detr#297 and huggingface/transformers#37932.
 """
 
-import sys
-
 import torch
-from _lesson import Outcome, conclude, run_ranks
+from _lesson import Outcome, run_ranks, start
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
@@ -40,26 +38,23 @@ def show(case: str) -> list[Draws]:
     return [outcome.value for outcome in outcomes]
 
 
-def main() -> int:
+def main() -> dict[str, bool]:
     same = show("one seed")
     own = show("seed + rank")
     later = show("one seed, until the model is built")
-    return conclude(
-        {
-            "with one seed the ranks draw the same shifts and drop the same units, for other "
-            "images: a global batch has half the variety": same[0][1:] == same[1][1:],
-            "with seed + rank each draws its own": own[0][1] != own[1][1]
-            and own[0][2] != own[1][2],
-            "so it does if it is seeded again after the model is built": later[0][1] != later[1][1]
-            and later[0][2] != later[1][2],
-            "the weights are those of rank 0 all the same": own[0][3] == own[1][3] == same[0][3],
-            "and so is the order, of which each has another share": all(
-                sorted(ranks[0][0] + ranks[1][0]) == list(range(8)) and ranks[0][0] == same[0][0]
-                for ranks in (same, own, later)
-            ),
-        }
-    )
+    return {
+        "with one seed the ranks draw the same shifts and drop the same units, for other "
+        "images: a global batch has half the variety": same[0][1:] == same[1][1:],
+        "with seed + rank each draws its own": own[0][1] != own[1][1] and own[0][2] != own[1][2],
+        "so it does if it is seeded again after the model is built": later[0][1] != later[1][1]
+        and later[0][2] != later[1][2],
+        "the weights are those of rank 0 all the same": own[0][3] == own[1][3] == same[0][3],
+        "and so is the order, of which each has another share": all(
+            sorted(ranks[0][0] + ranks[1][0]) == list(range(8)) and ranks[0][0] == same[0][0]
+            for ranks in (same, own, later)
+        ),
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main, ddp=True)

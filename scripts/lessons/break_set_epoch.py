@@ -3,10 +3,8 @@
 python scripts/lessons/break_set_epoch.py
 """
 
-import sys
-
 import torch
-from _lesson import conclude
+from _lesson import start
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 WORLD_SIZE, EPOCHS = 2, 3
@@ -25,7 +23,7 @@ def epochs(dataset: Dataset, rank: int, call_set_epoch: bool) -> list[list[int]]
     return orders
 
 
-def main() -> int:
+def main() -> dict[str, bool]:
     dataset = TensorDataset(torch.arange(8))
     orders = {}
     for call in (False, True):
@@ -46,19 +44,17 @@ def main() -> int:
         for ranks in orders.values()
         for epoch in range(EPOCHS)
     )
-    return conclude(
-        {
-            "without set_epoch all epochs have the order of epoch 0, and no rank ever sees the "
-            "other's samples": all(rank.count(rank[0]) == EPOCHS for rank in orders[False]),
-            "with it each epoch has another order": all(
-                rank[0] != rank[1] != rank[2] for rank in orders[True]
-            ),
-            "either way the ranks split each epoch without overlap": always_split,
-            "the loader must not shuffle as well": said
-            == "ValueError: sampler option is mutually exclusive with shuffle",
-        }
-    )
+    return {
+        "without set_epoch all epochs have the order of epoch 0, and no rank ever sees the "
+        "other's samples": all(rank.count(rank[0]) == EPOCHS for rank in orders[False]),
+        "with it each epoch has another order": all(
+            rank[0] != rank[1] != rank[2] for rank in orders[True]
+        ),
+        "either way the ranks split each epoch without overlap": always_split,
+        "the loader must not shuffle as well": said
+        == "ValueError: sampler option is mutually exclusive with shuffle",
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -3,12 +3,11 @@
 python scripts/lessons/break_thread_oversubscription.py
 """
 
-import sys
 import time
 
 import torch
 import torch.distributed as dist
-from _lesson import conclude, run_ranks
+from _lesson import run_ranks, start
 from torch import nn
 
 from utils.device import usable_cores
@@ -30,7 +29,7 @@ def work(rank: int, world_size: int, threads: int) -> float:
     return steps * BATCH_SIZE / (time.perf_counter() - begin)
 
 
-def main() -> int:
+def main() -> dict[str, bool]:
     cores = usable_cores()
     share = max(1, cores // WORLD_SIZE)
     cases = {
@@ -46,13 +45,11 @@ def main() -> int:
         print(f"  {name:27} {threads:3} threads each: {speeds[name]:9,.0f} images/s together")
     fair, _, crowded = speeds.values()
     print(f"the fair share is {fair / crowded:.1f} times as fast as the crowd")
-    return conclude(
-        {
-            "with more threads than cores the processes get less done: set_num_threads(cores // "
-            "processes), or OMP_NUM_THREADS before the start": fair > 1.2 * crowded,
-        }
-    )
+    return {
+        "with more threads than cores the processes get less done: set_num_threads(cores // "
+        "processes), or OMP_NUM_THREADS before the start": fair > 1.2 * crowded,
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -6,11 +6,10 @@ Asked in pytorch/pytorch#22095 and pytorch/pytorch#62474.
 """
 
 import inspect
-import sys
 from typing import Any
 
 import torch
-from _lesson import Outcome, conclude, run_ranks
+from _lesson import Outcome, run_ranks, start
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -76,31 +75,29 @@ def right(outcomes: list[Outcome]) -> bool:
     return all(o.value is not None and o.value[0] == o.value[1] for o in outcomes)
 
 
-def main() -> int:
+def main() -> dict[str, bool]:
     print(f"torch {torch.__version__}")
     between, own = show("a broadcast in between"), show("DDP")
     without, joined = show(f"{FLAG}=False"), show("one forward of both")
     twice, in_turn = show("two backwards"), show("two backwards, each after its forward")
     said = "modified by an inplace operation"
-    return conclude(
-        {
-            "a broadcast into a buffer that a backward still needs makes that backward fail": all(
-                said in outcome.error for outcome in between
-            ),
-            "DDP does so before every forward, which failed until it hid that from autograd (this "
-            f"version {'does' if HIDDEN else 'does not'})": right(own)
-            if HIDDEN
-            else said in own[0].error,
-            "without the broadcast two forwards are right": right(without),
-            "so is one forward of both batches": right(joined),
-            "two forwards, then two backwards: only the first is averaged, without an error": all(
-                o.value[0] != o.value[1] for o in twice
-            )
-            and twice[0].value[0] != twice[1].value[0],
-            "each backward right after its forward is averaged": right(in_turn),
-        }
-    )
+    return {
+        "a broadcast into a buffer that a backward still needs makes that backward fail": all(
+            said in outcome.error for outcome in between
+        ),
+        "DDP does so before every forward, which failed until it hid that from autograd (this "
+        f"version {'does' if HIDDEN else 'does not'})": right(own)
+        if HIDDEN
+        else said in own[0].error,
+        "without the broadcast two forwards are right": right(without),
+        "so is one forward of both batches": right(joined),
+        "two forwards, then two backwards: only the first is averaged, without an error": all(
+            o.value[0] != o.value[1] for o in twice
+        )
+        and twice[0].value[0] != twice[1].value[0],
+        "each backward right after its forward is averaged": right(in_turn),
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main, ddp=True)

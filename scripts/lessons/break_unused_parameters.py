@@ -4,11 +4,10 @@ python scripts/lessons/break_unused_parameters.py
 """
 
 import os
-import sys
 
 import torch
 import torch.distributed as dist
-from _lesson import conclude, run_ranks
+from _lesson import run_ranks, start
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -56,24 +55,22 @@ def show(case: str) -> tuple[bool, str]:
     return first[0] == second[0], first[1]
 
 
-def main() -> int:
+def main() -> dict[str, bool]:
     unused = show("unused")
     named = show("unused, TORCH_DISTRIBUTED_DEBUG=INFO")
     used, frozen = show("used in forward"), show("frozen")
     found = show("find_unused_parameters=True")
-    return conclude(
-        {
-            "step 2 fails": "Expected to have finished reduction in the prior iteration before "
-            "starting a new one." in unused[1],
-            "and step 1 was wrong already: the bucket with the unused parameters was never "
-            "averaged, and each rank kept its own gradient": not unused[0],
-            "TORCH_DISTRIBUTED_DEBUG=INFO adds their names": "spare.weight" in named[1]
-            and "spare.weight" not in unused[1],
-            "used or frozen, they do no harm": used == frozen == (True, ""),
-            "find_unused_parameters=True looks for them in every forward": found == (True, ""),
-        }
-    )
+    return {
+        "step 2 fails": "Expected to have finished reduction in the prior iteration before "
+        "starting a new one." in unused[1],
+        "and step 1 was wrong already: the bucket with the unused parameters was never "
+        "averaged, and each rank kept its own gradient": not unused[0],
+        "TORCH_DISTRIBUTED_DEBUG=INFO adds their names": "spare.weight" in named[1]
+        and "spare.weight" not in unused[1],
+        "used or frozen, they do no harm": used == frozen == (True, ""),
+        "find_unused_parameters=True looks for them in every forward": found == (True, ""),
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main, ddp=True)

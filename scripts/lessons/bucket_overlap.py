@@ -3,12 +3,11 @@
 python scripts/lessons/bucket_overlap.py
 """
 
-import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from _lesson import conclude, run_ranks
+from _lesson import run_ranks, start
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -45,7 +44,7 @@ def work(rank: int, world_size: int, bucket_cap_mb: float) -> tuple[list[str], l
     return events, sizes
 
 
-def main() -> int:
+def main() -> dict[str, bool]:
     found = {}
     for title, bucket_cap_mb in (("buckets of 1 MiB", 1.0), ("one bucket for all", 100.0)):
         events, sizes = run_ranks(work, 2, bucket_cap_mb)[0].value
@@ -53,19 +52,17 @@ def main() -> int:
         print(f"{title}: {' '.join(f'{size:,}' for size in sizes)} bytes")
         print(f"  {', '.join(events)}")
     small, large = found.values()
-    return conclude(
-        {
-            "the gradients come from the last layer to the first": [
-                event for event in large if event.startswith("layer")
-            ]
-            == [f"layer {number}" for number in range(LAYERS, 0, -1)],
-            "a bucket is sent as soon as it is full, before the gradients of the earlier layers "
-            "are there": small.index("send 0") < small.index("layer 1"),
-            "one bucket for all is sent when the backward has nothing left to compute": large[-1]
-            == "send 0",
-        }
-    )
+    return {
+        "the gradients come from the last layer to the first": [
+            event for event in large if event.startswith("layer")
+        ]
+        == [f"layer {number}" for number in range(LAYERS, 0, -1)],
+        "a bucket is sent as soon as it is full, before the gradients of the earlier layers "
+        "are there": small.index("send 0") < small.index("layer 1"),
+        "one bucket for all is sent when the backward has nothing left to compute": large[-1]
+        == "send 0",
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main, ddp=True)

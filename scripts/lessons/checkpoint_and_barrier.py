@@ -4,7 +4,6 @@ python scripts/lessons/checkpoint_and_barrier.py
 """
 
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -12,7 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from _lesson import conclude, first_line, run_ranks
+from _lesson import first_line, run_ranks, start
 from torch import nn
 
 SAVE_SECONDS = 1.0  # what writing a large model takes
@@ -56,7 +55,7 @@ def load_anywhere(folder: str) -> str:
         return first_line(error)
 
 
-def main() -> int:
+def main() -> dict[str, bool]:
     with tempfile.TemporaryDirectory() as folder:
         without = run_ranks(work, 2, folder, False)[1].error.replace(folder, "...")
     with tempfile.TemporaryDirectory() as folder:
@@ -71,19 +70,17 @@ def main() -> int:
     print("a file saved on cuda:0, loaded without map_location:")
     print(f"  {unmapped[:160]}")
     first = fixed[0].value[0]
-    return conclude(
-        {
-            "without the barrier rank 1 reads before there is a file": without.startswith(
-                "FileNotFoundError: [Errno 2] No such file or directory"
-            ),
-            "with it, all ranks go on with the weights of rank 0": first != fixed[1].value[0]
-            and all(outcome.value[1] == first for outcome in fixed),
-            "a file remembers its device: without map_location every rank loads onto the "
-            "saver's, and fails where there is none": unmapped.startswith("on cuda:0")
-            or "Attempting to deserialize object on a CUDA device" in unmapped,
-        }
-    )
+    return {
+        "without the barrier rank 1 reads before there is a file": without.startswith(
+            "FileNotFoundError: [Errno 2] No such file or directory"
+        ),
+        "with it, all ranks go on with the weights of rank 0": first != fixed[1].value[0]
+        and all(outcome.value[1] == first for outcome in fixed),
+        "a file remembers its device: without map_location every rank loads onto the "
+        "saver's, and fails where there is none": unmapped.startswith("on cuda:0")
+        or "Attempting to deserialize object on a CUDA device" in unmapped,
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -6,14 +6,13 @@ On the loss inside forward: Lightning-AI/pytorch-lightning#249 and huggingface/t
 """
 
 import copy
-import sys
 import time
 from itertools import pairwise
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from _lesson import conclude
+from _lesson import start
 from torch import Tensor, nn
 
 import models
@@ -62,7 +61,7 @@ def by_hand(dp: CPUDataParallel, images: Tensor, labels: Tensor) -> tuple[Tensor
     return logits, dict(zip(STEPS, seconds, strict=True))
 
 
-def main() -> int:
+def main() -> dict[str, bool]:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     images, labels = torch.randn(512, 1, 28, 28), torch.randint(10, (512,))
@@ -103,24 +102,22 @@ def main() -> int:
     summed_loss = with_loss(images, labels, "sum").sum() / len(images)
     print(f"the loss of these 10 is {loss:.4f}; computed in forward, it is gathered as")
     print(f"  {[round(share, 4) for share in shares.tolist()]}, whose mean is {shares.mean():.4f}")
-    return conclude(
-        {
-            "the four steps give the logits of DataParallel's own forward": same_logits,
-            "the gradients are those of one device": torch.allclose(
-                gradients(model), gradients(single), atol=1e-12
-            ),
-            "they are the sum of the shares' gradients, each of a loss divided by the whole "
-            "batch: nothing is averaged": torch.allclose(gradients(model), summed, atol=1e-12),
-            "two forwards copied the model twice": replicate.call_count == 2,
-            "a batch smaller than the devices leaves some without work": len(sizes[3, 4]) == 3,
-            "a loss computed in forward comes back as a vector, one for each replica": shares.shape
-            == (4,),
-            "its mean gives the last sample the weight of three": abs((shares.mean() - loss).item())
-            > 1e-3,
-            "sums, divided by the whole batch, are right": torch.allclose(summed_loss, loss),
-        }
-    )
+    return {
+        "the four steps give the logits of DataParallel's own forward": same_logits,
+        "the gradients are those of one device": torch.allclose(
+            gradients(model), gradients(single), atol=1e-12
+        ),
+        "they are the sum of the shares' gradients, each of a loss divided by the whole "
+        "batch: nothing is averaged": torch.allclose(gradients(model), summed, atol=1e-12),
+        "two forwards copied the model twice": replicate.call_count == 2,
+        "a batch smaller than the devices leaves some without work": len(sizes[3, 4]) == 3,
+        "a loss computed in forward comes back as a vector, one for each replica": shares.shape
+        == (4,),
+        "its mean gives the last sample the weight of three": abs((shares.mean() - loss).item())
+        > 1e-3,
+        "sums, divided by the whole batch, are right": torch.allclose(summed_loss, loss),
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

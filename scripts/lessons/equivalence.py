@@ -3,11 +3,9 @@
 python scripts/lessons/equivalence.py
 """
 
-import sys
-
 import torch
 import torch.nn.functional as F
-from _lesson import conclude, run_ranks
+from _lesson import run_ranks, start
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
@@ -62,7 +60,7 @@ def on_ranks(rank: int, world_size: int) -> dict[str, Tensor]:
     return updates
 
 
-def main() -> int:
+def main() -> dict[str, bool]:
     ddp = run_ranks(on_ranks, 2)[0].value
     print(f"{'relative difference from one device':40}{'DP':>10}{'DDP':>10}")
     off: dict[str, list[float]] = {}
@@ -78,20 +76,18 @@ def main() -> int:
     print("(dropout in DP: its threads share one generator, and it depends on who draws first)")
     dp_equal, ddp_equal = ([k for k in off if off[k][i] < 1e-12] for i in (0, 1))
     half, twice = off[HARMFUL[2]][1], off[HARMFUL[3]][1]
-    return conclude(
-        {
-            "with equal or weighted shares, DDP makes one device's update, whatever seed each "
-            "rank took for its weights": tuple(ddp_equal) == HARMLESS,
-            "DP does with any shares: its loss is that of the gathered batch": tuple(dp_equal)
-            in (HARMLESS + HARMLESS_TO_DP, (*HARMLESS, *HARMLESS_TO_DP, "dropout")),
-            "half the steps go half as far, and twice the rate makes up for most of it": twice
-            < 0.1
-            < 0.4
-            < half
-            < 0.6,
-        }
-    )
+    return {
+        "with equal or weighted shares, DDP makes one device's update, whatever seed each "
+        "rank took for its weights": tuple(ddp_equal) == HARMLESS,
+        "DP does with any shares: its loss is that of the gathered batch": tuple(dp_equal)
+        in (HARMLESS + HARMLESS_TO_DP, (*HARMLESS, *HARMLESS_TO_DP, "dropout")),
+        "half the steps go half as far, and twice the rate makes up for most of it": twice
+        < 0.1
+        < 0.4
+        < half
+        < 0.6,
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main, ddp=True)

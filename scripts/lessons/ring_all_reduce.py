@@ -3,12 +3,11 @@
 python scripts/lessons/ring_all_reduce.py
 """
 
-import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from _lesson import conclude, run_ranks
+from _lesson import run_ranks, start
 from torch import Tensor
 
 WORLD_SIZE = 4
@@ -55,7 +54,7 @@ def work(rank: int, world_size: int) -> dict[str, Any]:
     }
 
 
-def main() -> int:
+def main() -> dict[str, bool]:
     ranks = [outcome.value for outcome in run_ranks(work, WORLD_SIZE)]
     steps, n = len(ranks[0]["history"]), WORLD_SIZE
     print(f"{n} ranks, {n} chunks each. A chunk's digits: 0101 holds the parts of ranks 0 and 2.")
@@ -71,26 +70,24 @@ def main() -> int:
     )
     print(f"one rank that sums for all would receive and send {2 * (n - 1) * nbytes:,} bytes")
     after_reduce = [rank["history"][n - 2] for rank in ranks]
-    return conclude(
-        {
-            "the result equals that of dist.all_reduce on every rank": all(
-                rank["equal"] for rank in ranks
-            ),
-            f"after n - 1 = {n - 1} steps every rank has one finished chunk, each another": sorted(
-                row.index(1111) for row in after_reduce if row.count(1111) == 1
-            )
-            == list(range(n)),
-            f"it takes 2(n - 1) = {2 * (n - 1)} steps, not n = {n}": steps == 2 * (n - 1)
-            and all(row == [1111] * n for rank in ranks for row in rank["history"][-1:])
-            and any(row != [1111] * n for rank in ranks for row in rank["history"][-2:-1]),
-            f"each rank sends 2(n - 1)/n = {2 * (n - 1) / n} times the data, less than twice "
-            "however many ranks there are": all(
-                rank["bytes_sent"] == 2 * (n - 1) * nbytes // n for rank in ranks
-            )
-            and sent < 2 * nbytes,
-        }
-    )
+    return {
+        "the result equals that of dist.all_reduce on every rank": all(
+            rank["equal"] for rank in ranks
+        ),
+        f"after n - 1 = {n - 1} steps every rank has one finished chunk, each another": sorted(
+            row.index(1111) for row in after_reduce if row.count(1111) == 1
+        )
+        == list(range(n)),
+        f"it takes 2(n - 1) = {2 * (n - 1)} steps, not n = {n}": steps == 2 * (n - 1)
+        and all(row == [1111] * n for rank in ranks for row in rank["history"][-1:])
+        and any(row != [1111] * n for rank in ranks for row in rank["history"][-2:-1]),
+        f"each rank sends 2(n - 1)/n = {2 * (n - 1) / n} times the data, less than twice "
+        "however many ranks there are": all(
+            rank["bytes_sent"] == 2 * (n - 1) * nbytes // n for rank in ranks
+        )
+        and sent < 2 * nbytes,
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -4,13 +4,12 @@ python scripts/lessons/sync_points.py
 """
 
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from _lesson import conclude, run_ranks
+from _lesson import run_ranks, start
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -58,7 +57,7 @@ def work(rank: int, world_size: int, norm: bool) -> tuple[Calls, list[bool]]:
     return calls, facts
 
 
-def main() -> int:
+def main() -> dict[str, bool]:
     plain, with_buffers = (run_ranks(work, 2, norm) for norm in (False, True))
     tables = [outcomes[0].value[0] for outcomes in (plain, with_buffers)]
     print(f"{'':42}{'without buffers':30}with batch normalisation")
@@ -66,23 +65,21 @@ def main() -> int:
         cells = [", ".join(f"{n} {name}" for name, n in t[phase].items()) or "-" for t in tables]
         print(f"{phase:42}{cells[0]:30}{cells[1]}")
     without, norm = tables
-    return conclude(
-        {
-            "the constructor compares the models (allgather) and broadcasts the weights of rank 0: "
-            "the others' own are gone": without["DistributedDataParallel(model)"].keys()
-            == {"allgather", "broadcast"}
-            and all(outcome.value[1] == [True] for outcome in (*plain, *with_buffers)),
-            "backward all-reduces the gradients": without["backward"] == {"allreduce": 1},
-            "the optimizer's step talks to nobody": not without["the optimizer's step"],
-            "forward (after the first step) only broadcasts buffers": not without["forward"]
-            and norm["forward"].keys() == {"broadcast"},
-            "no_sync around backward alone changes nothing": "allreduce"
-            in without["backward in no_sync, forward before it"],
-            "around both it keeps the gradients at home": "allreduce"
-            not in without["forward and backward in no_sync"],
-        }
-    )
+    return {
+        "the constructor compares the models (allgather) and broadcasts the weights of rank 0: "
+        "the others' own are gone": without["DistributedDataParallel(model)"].keys()
+        == {"allgather", "broadcast"}
+        and all(outcome.value[1] == [True] for outcome in (*plain, *with_buffers)),
+        "backward all-reduces the gradients": without["backward"] == {"allreduce": 1},
+        "the optimizer's step talks to nobody": not without["the optimizer's step"],
+        "forward (after the first step) only broadcasts buffers": not without["forward"]
+        and norm["forward"].keys() == {"broadcast"},
+        "no_sync around backward alone changes nothing": "allreduce"
+        in without["backward in no_sync, forward before it"],
+        "around both it keeps the gradients at home": "allreduce"
+        not in without["forward and backward in no_sync"],
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main, ddp=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _lesson import conclude, run_ranks
+from _lesson import run_ranks, start
 
 PAUSE = 0.005  # seconds between two ticks
 
@@ -74,7 +74,7 @@ def cores_used_by_two_threads() -> float:
     return (time.process_time() - cpu) / (time.perf_counter() - wall)
 
 
-def main() -> int:
+def main() -> dict[str, bool]:
     # A free-threaded build (python3.13t and later) may run without; older ones cannot be asked.
     gil = getattr(sys, "_is_gil_enabled", lambda: True)()
     in_python, in_torch = ticks_during(python_call), ticks_during(torch_call)
@@ -86,15 +86,13 @@ def main() -> int:
     print(f"two threads in a Python loop kept {cores:.2f} cores busy")
     with_gil = "one thread's Python code stops the others: two of them use one core at most"
     without = "without a GIL, one thread's Python code lets the others run"
-    return conclude(
-        {
-            with_gil if gil else without: (in_python < in_process / 4 and cores < 1.2) == gil,
-            "torch releases the GIL while it computes: there the threads of DataParallel can "
-            "overlap, in the Python around it they take turns": in_torch > 0,
-            "another process has a GIL of its own and stops nobody": in_process > 0,
-        }
-    )
+    return {
+        with_gil if gil else without: (in_python < in_process / 4 and cores < 1.2) == gil,
+        "torch releases the GIL while it computes: there the threads of DataParallel can "
+        "overlap, in the Python around it they take turns": in_torch > 0,
+        "another process has a GIL of its own and stops nobody": in_process > 0,
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -6,7 +6,6 @@ Four processes play two nodes. A disk is a folder: one for each node, or one tha
 """
 
 import fcntl
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
-from _lesson import conclude, run_ranks
+from _lesson import run_ranks, start
 
 NNODES, NPROC_PER_NODE = 2, 2
 PREPARE_SECONDS = 0.5
@@ -69,7 +68,7 @@ def prepared_by(rule: str, layout: str) -> dict[str, list[int]]:
         }
 
 
-def main() -> int:
+def main() -> dict[str, bool]:
     print("ranks 0 and 1 are node 0, ranks 2 and 3 node 1; who prepared each disk's data:")
     once = {}
     for rule in ("local_rank", "rank", "file lock"):
@@ -80,18 +79,16 @@ def main() -> int:
             text = ", ".join(f"{disk} by {ranks}" for disk, ranks in disks.items())
             cells.append(text if once[rule, layout] else f"{text} RACE")
         print(f"  {rule:12}{cells[0]:44}{cells[1]}")
-    return conclude(
-        {
-            "zero first by local_rank is right where each node has its own disk, a race on one "
-            "that they share": once["local_rank", "local"] and not once["local_rank", "shared"],
-            "zero first by rank is right on a shared disk, a race on the disks of other nodes": (
-                once["rank", "shared"] and not once["rank", "local"]
-            ),
-            "a file lock is right on both, without a process group": once["file lock", "local"]
-            and once["file lock", "shared"],
-        }
-    )
+    return {
+        "zero first by local_rank is right where each node has its own disk, a race on one "
+        "that they share": once["local_rank", "local"] and not once["local_rank", "shared"],
+        "zero first by rank is right on a shared disk, a race on the disks of other nodes": (
+            once["rank", "shared"] and not once["rank", "local"]
+        ),
+        "a file lock is right on both, without a process group": once["file lock", "local"]
+        and once["file lock", "shared"],
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)
