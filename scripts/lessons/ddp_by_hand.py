@@ -1,0 +1,150 @@
+"""DistributedDataParallel in four steps, by hand, each timed beside the real one.
+
+python scripts/lessons/ddp_by_hand.py
+
+Each step averages the gradients of all ranks. The first two do it after the backward: gradient by
+gradient, then all of them in one buffer. The last two do it during the backward, which computes the
+other gradients meanwhile: each gradient as soon as it exists, then bucket by bucket, as DDP does.
+"""
+
+import copy
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from _lesson import run_ranks, start
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from utils.device import usable_cores
+
+WORLD_SIZE, LAYERS, WIDTH, BATCH = 2, 8, 384, 128  # 16 gradients, 4.7 MB
+WARM_UP, ROUNDS = 2, 15
+Parameters = list[Any]  # nn.Parameter, whose grad is None until the backward has computed it
+Finish = Callable[[], None]  # to be called after backward() and before optimizer.step()
+sends: list[tuple[float, int]] = []  # when each began, and how many gradients were missing then
+
+
+def gradients(parameters: Parameters) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters]
+
+
+def missing(parameters: Parameters) -> int:
+    return sum(parameter.grad is None for parameter in parameters)
+
+
+def each_gradient(parameters: Parameters) -> Finish:
+    def finish() -> None:
+        for gradient in gradients(parameters):
+            dist.all_reduce(gradient)  # returns once the sum is in the gradient's place
+            gradient /= WORLD_SIZE
+
+    return finish
+
+
+def one_buffer(parameters: Parameters) -> Finish:
+    def finish() -> None:
+        flat = parameters_to_vector(gradients(parameters))
+        dist.all_reduce(flat)  # 16 small sends would pay the latency of a send 16 times
+        vector_to_parameters(flat / WORLD_SIZE, gradients(parameters))
+
+    return finish
+
+
+def during_backward(parameters: Parameters, size: int) -> Finish:
+    # Gradients come from the last layer to the first. DDP cuts by bytes: 1 MiB, then 25 MiB each.
+    buckets = [parameters[::-1][i : i + size] for i in range(0, len(parameters), size)]
+    pending: list[tuple[Tensor, Any]] = []
+
+    def send_full_buckets(_: Any) -> None:
+        # Only in this order, or a bucket would be added to another one of another rank.
+        while len(pending) < len(buckets) and not missing(buckets[len(pending)]):
+            sends.append((time.perf_counter(), missing(parameters)))
+            flat = parameters_to_vector(gradients(buckets[len(pending)]))
+            pending.append((flat, dist.all_reduce(flat, async_op=True)))  # returns at once
+
+    def finish() -> None:
+        for (flat, work), bucket in zip(pending, buckets, strict=True):
+            work.wait()
+            vector_to_parameters(flat / WORLD_SIZE, gradients(bucket))
+        pending.clear()
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(send_full_buckets)
+    return finish
+
+
+STEPS: dict[str, Callable[[Parameters], Finish]] = {
+    "0 no averaging": lambda parameters: lambda: None,
+    "1 each gradient, after the backward": each_gradient,
+    "2 one buffer, after the backward": one_buffer,
+    "3 each gradient, from a hook": partial(during_backward, size=1),
+    "4 buckets of four, from hooks": partial(during_backward, size=4),
+    "DistributedDataParallel": lambda parameters: lambda: None,
+}
+ALONE, *BY_HAND, DDP = STEPS
+
+
+def work(rank: int, world_size: int) -> dict[str, Any]:
+    """Return of each step: seconds, checksum of its gradients, distance to DDP's, its sends."""
+    torch.manual_seed(rank)  # other weights and other samples on each rank
+    raw_model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    inputs = torch.randn(BATCH, WIDTH)
+    for parameter in raw_model.parameters():
+        dist.broadcast(parameter.data, src=0)  # DDP's constructor does it, too
+    models: dict[str, nn.Module] = {name: copy.deepcopy(raw_model) for name in STEPS}
+    finish = {name: step(list(models[name].parameters())) for name, step in STEPS.items()}
+    models[DDP] = DistributedDataParallel(models[DDP])
+    seconds: dict[str, list[float]] = {name: [] for name in STEPS}
+    events = {}
+    for _ in range(WARM_UP + ROUNDS):
+        for name, model in models.items():  # in turns: other programs disturb all of them alike
+            model.zero_grad()
+            sends.clear()
+            dist.barrier()
+            begin = time.perf_counter()
+            model(inputs).square().mean().backward()
+            ended = time.perf_counter()
+            finish[name]()
+            seconds[name].append(time.perf_counter() - begin)
+            events[name] = [(t - begin, count) for t, count in [*sends, (ended, 0)]]
+    found = {}
+    right = parameters_to_vector(gradients(list(models[DDP].parameters())))
+    for name, model in models.items():
+        flat = parameters_to_vector(gradients(list(model.parameters())))
+        off = float((flat - right).norm() / right.norm())
+        found[name] = median(seconds[name][WARM_UP:]), crc32(flat.numpy()), off, events[name]
+    return found
+
+
+def main() -> dict[str, bool]:
+    ranks = [outcome.value for outcome in run_ranks(work, WORLD_SIZE)]
+    print(f"{WORLD_SIZE} ranks, {usable_cores()} cores; forward, backward, averaging (median):")
+    for name in STEPS:
+        print(f"  {name:37}{ranks[0][name][0] * 1e3:7.1f} ms")
+    took = [ranks[0][name][0] for name in BY_HAND]
+    if took != sorted(took, reverse=True):
+        print("The steps do not order in this run: sending takes cores from the backward.")
+    timeline = ", ".join(f"{t * 1e3:.1f} ({n})" for t, n in ranks[0][BY_HAND[3]][3])
+    print(f"step 4, its sends and the backward's end, in ms (gradients missing): {timeline}")
+    checksums = {name: {rank[name][1] for rank in ranks} for name in STEPS}
+    each, flat, hooks, buckets = ([n for _, n in ranks[0][name][3][:-1]] for name in BY_HAND)
+    return {
+        "without averaging each rank has its own gradients": len(checksums[ALONE]) == WORLD_SIZE,
+        "after each step all ranks have the same gradients, bit by bit, and DDP's": all(
+            len(checksums[name]) == 1 and rank[name][2] < 1e-5 for name in BY_HAND for rank in ranks
+        ),
+        "steps 1 and 2 send after the backward": each == flat == [],
+        "steps 3 and 4 begin while gradients are missing": hooks[0] > 0 < buckets[0],
+        "step 4 sends the same numbers in fewer calls": len(hooks) > len(buckets) > 1,
+    }
+
+
+if __name__ == "__main__":
+    start(main, ddp=True)
