@@ -1,0 +1,68 @@
+"""Break it: autocast's dtype does not reach a thread, so DataParallel's replicas use the default.
+
+python scripts/lessons/break_autocast_threads.py
+
+nn.DataParallel runs each replica in a thread, and opens autocast there without the dtype
+(torch/nn/parallel/parallel_apply.py). So on GPUs, under autocast("cuda", dtype=torch.bfloat16), the
+replicas compute in float16, and without loss scaling. A CPU's default is bfloat16. Therefore this
+lesson asks for float16, and its threads compute in bfloat16. DDP has no such threads.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from _lesson import start
+from torch import Tensor
+
+INPUTS = torch.ones(2, 2)
+
+
+def forward(inputs: Tensor) -> Tensor:
+    return inputs @ inputs
+
+
+def forward_with_autocast(inputs: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.float16):
+        return inputs @ inputs
+
+
+def replica(forward: Callable[[Tensor], Tensor]) -> torch.dtype:
+    """Run a forward as parallel_apply does in each thread; return the dtype of its output."""
+    with torch.amp.autocast("cpu", enabled=True):  # no dtype
+        return forward(INPUTS).dtype
+
+
+def main() -> dict[str, bool]:
+    with ThreadPoolExecutor(1) as pool:
+
+        def thread(call: Callable[..., torch.dtype], *args: object) -> torch.dtype:
+            return pool.submit(call, *args).result()
+
+        with torch.autocast("cpu", dtype=torch.float16):
+            caller = forward(INPUTS).dtype
+            bare = thread(lambda: forward(INPUTS).dtype)
+            broken, cured = thread(replica, forward), thread(replica, forward_with_autocast)
+        default = torch.get_autocast_dtype("cuda")
+        torch.set_autocast_dtype("cuda", torch.bfloat16)  # autocast("cuda", dtype=...) calls it
+        cuda = torch.get_autocast_dtype("cuda"), thread(torch.get_autocast_dtype, "cuda")
+        torch.set_autocast_dtype("cuda", default)
+    print('under autocast("cpu", dtype=torch.float16)')
+    print(f"  the calling thread computes in           {caller}")
+    print(f"  a thread without autocast computes in    {bare}")
+    print(f"  a replica's thread computes in           {broken}")
+    print(f"  the same, with autocast in its forward   {cured}")
+    print(f"CUDA's dtype, set to {cuda[0]}, is {cuda[1]} in another thread")
+    return {
+        "autocast holds in the thread that opened it only": caller == torch.float16
+        and bare == torch.float32,
+        "a thread that opens it without a dtype gets the default of the device": broken
+        == torch.bfloat16,
+        "for CUDA the default is float16, although the caller asked for bfloat16": cuda
+        == (torch.bfloat16, torch.float16),
+        "cure: open autocast, with its dtype, in the model's forward": cured == torch.float16,
+    }
+
+
+if __name__ == "__main__":
+    start(main)
