@@ -1,4 +1,4 @@
-"""Break it: every rank saves to the same path, and a reader finds a file that is not whole.
+"""Break it: every rank saves to the same path, and a reader finds an incomplete file.
 
 python scripts/lessons/break_every_rank_saves.py
 """
@@ -14,7 +14,7 @@ from _lesson import first_line, run_ranks, start
 
 SECONDS = 1.0  # of each case
 READER = 2  # the rank that only reads
-# Which ranks write, and whether by way of a temporary file.
+# The ranks that write, and whether they write a temporary file first.
 CASES = {
     "every rank, in place": ((0, 1), False),
     "every rank, through the same temporary file": ((0, 1), True),
@@ -25,7 +25,7 @@ CASES = {
 
 def save(state: dict[str, torch.Tensor], path: Path, replace: bool) -> None:
     if not replace:
-        torch.save(state, path)  # empties the file first, then fills it
+        torch.save(state, path)  # empties the file, then fills it
         return
     temporary = path.with_suffix(".tmp")
     torch.save(state, temporary)
@@ -33,7 +33,7 @@ def save(state: dict[str, torch.Tensor], path: Path, replace: bool) -> None:
 
 
 def work(rank: int, world_size: int, case: str, folder: str) -> Counter[str]:
-    """Save or load for a while; return how often it went well and which errors there were."""
+    """Save or load for a while; return how often it worked, and how often each error came."""
     writers, replace = CASES[case]
     path, ends = Path(folder) / "last.pt", Counter[str]()
     state = {"weight": torch.full((50_000,), float(rank))}
@@ -47,7 +47,7 @@ def work(rank: int, world_size: int, case: str, folder: str) -> Counter[str]:
             else:
                 continue
             ends["fine"] += 1
-        except Exception as error:  # which one depends on how far another rank is
+        except Exception as error:  # which one depends on what another rank is doing
             ends[first_line(error).replace(f"{folder}/", "")] += 1
     return ends
 
@@ -65,10 +65,11 @@ def main() -> dict[str, bool]:
         failed[case] = sum(saves.values()) - saves["fine"], sum(loads.values()) - loads["fine"]
     in_place, same_temporary, alone, right = failed.values()
     return {
-        "a file written in place is broken for whoever reads it meanwhile, be it written by "
-        "all ranks or by one": in_place[1] > 0 < alone[1],
-        "ranks that share a temporary file take it away from each other": same_temporary[0] > 0,
-        "one rank that replaces the file never fails, nor do its readers": right == (0, 0),
+        "a file that is written in place is incomplete for its readers, even with one writer": (
+            in_place[1] > 0 < alone[1]
+        ),
+        "ranks that share a temporary file move it away from each other": same_temporary[0] > 0,
+        "cure: one rank writes a temporary file, then replaces the old one": right == (0, 0),
     }
 
 

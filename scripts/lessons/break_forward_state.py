@@ -1,8 +1,8 @@
-"""Break it: what a model notes in its forward is lost with DataParallel's replicas.
+"""Break it: state that a model's forward changes is lost with DataParallel's replicas.
 
 python scripts/lessons/break_forward_state.py
 
-The warning stands in the documentation of torch.nn.DataParallel.
+The documentation of torch.nn.DataParallel warns of it.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ BATCH, STEPS = 4, 3
 
 
 class Noting(nn.Module):
-    """A layer that counts its calls and the samples that it has seen, in all usual ways."""
+    """A layer that counts its calls and its samples in the usual ways."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,12 +35,12 @@ class Noting(nn.Module):
         self.last = inputs
         self.in_place += len(inputs)
         self.assigned = self.assigned + len(inputs)
-        seen = torch.ones(len(inputs), 1)  # one for each sample, to be added up by the caller
+        seen = torch.ones(len(inputs), 1)  # one for each sample; the caller adds them up
         return torch.cat((self.linear(inputs), seen), dim=1)
 
 
 def train(model: nn.Module, raw_model: Noting, inputs: Tensor) -> dict[str, Any]:
-    """Make some forwards; return what ``raw_model`` knows of them afterwards."""
+    """Make some forwards; return what ``raw_model`` has counted."""
     returned = sum(int(model(inputs)[:, 1].sum()) for _ in range(STEPS))
     return {
         "self.calls += 1": raw_model.calls,
@@ -70,13 +70,14 @@ def main() -> dict[str, bool]:
     calls, last, in_place, assigned, returned = dp.values()
     total = BATCH * STEPS
     return {
-        "an attribute set in forward belongs to a replica, and vanishes with it": calls == 0
+        "an attribute that forward sets belongs to a replica, and is discarded with it": calls == 0
         and last is None,
-        "so does a buffer that is replaced": assigned == 0,
-        "one that is changed in place keeps what the first replica saw, half of it": in_place
+        "a buffer that forward replaces is discarded, too": assigned == 0,
+        "a buffer that forward changes in place keeps the first replica's half only": in_place
         == total // 2,
-        "what forward returns is gathered from all": returned == total,
-        "DDP has no replicas: each process keeps what it noted, of its own share": all(
+        "cure: the outputs of forward are gathered from all replicas, so count outside": returned
+        == total,
+        "cure: DDP has no replicas, and each process keeps the state of its own share": all(
             rank["self.calls += 1"] == STEPS and rank["returned, added up outside"] == total // 2
             for rank in ddp
         ),

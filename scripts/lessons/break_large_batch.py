@@ -1,8 +1,8 @@
-"""Break it: linear scaling of the learning rate without warm-up, with it, and beyond its bound.
+"""Break it: a large batch with the old learning rate, and with a linearly scaled one.
 
 python scripts/lessons/break_large_batch.py
 
-Measured by Goyal et al., https://arxiv.org/abs/1706.02677, on ImageNet, to a batch of 8,192.
+Goyal et al., https://arxiv.org/abs/1706.02677, scaled linearly up to a batch of 8,192 on ImageNet.
 """
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 SAMPLES, FEATURES, CLASSES = 16384, 32, 10  # of one epoch
 RATE = 0.04  # at the small batch
-# Batch, how many times the rate, and the part of the epoch in which the rate rises to it.
+# The batch, the factor of the rate, and the part of the epoch in which the rate rises.
 CASES = {
     "small batch": (32, 1, 0.0),
     "large, rate as it was": (512, 1, 0.0),
@@ -24,16 +24,16 @@ CASES = {
 
 
 def draw(generator: torch.Generator, centres: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return points [count, FEATURES] around the centres, of which four are a class, and labels."""
+    """Return points [count, FEATURES] around the centres, and labels; a class has four centres."""
     chosen = torch.randint(len(centres), (count,), generator=generator)
     return centres[chosen] + torch.randn(count, FEATURES, generator=generator), chosen % CLASSES
 
 
 def train(batch_size: int, times: float, warmup: float) -> tuple[float, float]:
-    """Train for an epoch; return the highest loss on the way, and the accuracy."""
+    """Train for an epoch; return the highest training loss, and the test accuracy."""
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
-    # Not centred, as images are: the mean of the inputs is a direction in which the loss is steep.
+    # Their mean is not 0, as with images: in its direction the loss is steep.
     centres = 2 + 1.5 * torch.randn(4 * CLASSES, FEATURES, generator=generator)
     inputs, labels = draw(generator, centres, SAMPLES)
     test_inputs, test_labels = draw(generator, centres, 2048)
@@ -66,15 +66,17 @@ def main() -> dict[str, bool]:
         )
     small, same, linear, warm, huge, capped = CASES
     return {
-        "with as long steps, and fewer of them, a large batch learns less": accuracy[same]
+        "with the same rate a large batch learns less, since it takes fewer steps": accuracy[same]
         < accuracy[small] - 0.05,
-        "linear scaling makes them longer; the first of them throw the loss up": highest[linear]
+        "with a linearly scaled rate the first steps are too long, and the loss rises": highest[
+            linear
+        ]
         > 2 * highest[same],
-        "after a warm-up they do not, and the accuracy is nearly that of the small batch": (
+        "cure: with a warm-up it does not rise, and the accuracy is nearly the small batch's": (
             highest[warm] < 1.2 * highest[same] and accuracy[warm] > accuracy[small] - 0.05
         ),
-        "beyond its bound linear scaling fails, with the warm-up, too": accuracy[huge] < 0.5,
-        "and a rate with a cap goes as far as so few steps can": accuracy[capped]
+        "a still larger batch fails with linear scaling even after a warm-up": accuracy[huge] < 0.5,
+        "cure: a capped rate is better there, although few steps remain": accuracy[capped]
         > accuracy[huge] + 0.2,
     }
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 Batch = tuple[Tensor, Tensor]
-TOKENS = ((9, 1), (3, 3))  # that count, in the micro-batches of each rank: 16 in all
+TOKENS = ((9, 1), (3, 3))  # in the micro-batches of each rank; 16 in all
 TOTAL = sum(map(sum, TOKENS))
 CASES = (
     "mean of each micro-batch / micro-batches",
@@ -41,7 +41,7 @@ def gradient(model: nn.Module) -> Tensor:
 
 
 def work(rank: int, world_size: int) -> dict[str, Tensor]:
-    """Return the gradient that an optimizer would get, for each way to divide the loss."""
+    """Return the gradient that the optimizer would see, for each way to divide the loss."""
     mine, found = batches(rank), {}
     tokens = torch.tensor(sum(TOKENS[rank]))
     dist.all_reduce(tokens)  # known before the first backward: one small collective a step
@@ -76,14 +76,14 @@ def main() -> dict[str, bool]:
         print(f"  {case:42}{off[case]:6.3f} off the gradient of all tokens at once")
     return {
         "a mean of means gives one token the weight of nine": off[CASES[0]] > 0.1,
-        "dividing by the tokens of the own rank mends the micro-batches, not the ranks": 0.01
+        "divided by this rank's tokens, the micro-batches are right and the ranks still wrong": 0.01
         < off[CASES[1]]
         < off[CASES[0]],
-        "by those of all ranks, the gradient is too small by the world size": abs(
+        "divided by the tokens of all ranks, the gradient is too small by the world size": abs(
             off[CASES[2]] - 0.5
         )
         < 1e-9,
-        "times the world size it is the gradient of one device": off[CASES[3]] < 1e-12,
+        "cure: times the world size, it is the gradient of one device": off[CASES[3]] < 1e-12,
     }
 
 

@@ -40,12 +40,12 @@ def main() -> dict[str, bool]:
     rescued.load_state_dict(stripped)
     print("saved from raw_model, or with the prefix stripped: loads")
     return {
-        "the names do not match, and loading says so": 'Missing key(s) in state_dict: "weight"'
-        in said
-        and '"module.weight"' in said,
-        "strict=False hides it: nothing is loaded and nothing is said": unchanged,
-        "saving the unwrapped model has the plain names": saved_unwrapped,
-        "a file that has the prefix loads once it is stripped": torch.equal(
+        "the names do not match, and load_state_dict raises an error": (
+            'Missing key(s) in state_dict: "weight"' in said and '"module.weight"' in said
+        ),
+        "strict=False hides it: no error, and no weight is loaded": unchanged,
+        "cure: the unwrapped model's state dict has the plain names": saved_unwrapped,
+        "cure: a file with the prefix loads once the prefix is stripped": torch.equal(
             rescued.weight, raw_model.weight
         ),
     }

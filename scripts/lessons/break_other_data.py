@@ -53,7 +53,7 @@ def work(rank: int, world_size: int, orders: list[tuple[str, ...]], seed: int | 
         F.cross_entropy(model(points[mine]), labels[mine]).backward()
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter -= RATE * parameter.grad  # type: ignore[operator]
+                parameter -= RATE * parameter.grad  # type: ignore[operator, misc]
     correct = (model.module(points[shard]).argmax(1) == labels[shard]).sum()
     sums = torch.tensor([int(correct), len(shard)])
     dist.all_reduce(sums)

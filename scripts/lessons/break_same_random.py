@@ -19,7 +19,7 @@ def work(rank: int, world_size: int, case: str) -> Draws:
     """Return this rank's images, their shifts, its dropout mask, and its first weight."""
     torch.manual_seed(0 if case == "one seed" else rank)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5)))
-    # The order does not come from this seed: the sampler has a generator of its own.
+    # This seed does not decide the order: the sampler has its own generator.
     sampler: DistributedSampler = DistributedSampler(range(8), world_size, rank)  # type: ignore[arg-type]
     if case == "one seed, until the model is built":
         torch.manual_seed(1000 + rank)
@@ -43,13 +43,17 @@ def main() -> dict[str, bool]:
     own = show("seed + rank")
     later = show("one seed, until the model is built")
     return {
-        "with one seed the ranks draw the same shifts and drop the same units, for other "
-        "images: a global batch has half the variety": same[0][1:] == same[1][1:],
-        "with seed + rank each draws its own": own[0][1] != own[1][1] and own[0][2] != own[1][2],
-        "so it does if it is seeded again after the model is built": later[0][1] != later[1][1]
+        "with one seed the ranks draw the same shifts and drop the same units for different "
+        "images, so a global batch has half the variety": same[0][1:] == same[1][1:],
+        "cure: with seed + rank each rank draws its own": own[0][1] != own[1][1]
+        and own[0][2] != own[1][2],
+        "cure: one seed for the model, and another one per rank after it is built": later[0][1]
+        != later[1][1]
         and later[0][2] != later[1][2],
-        "the weights are those of rank 0 all the same": own[0][3] == own[1][3] == same[0][3],
-        "and so is the order, of which each has another share": all(
+        "the weights are rank 0's in any case, since DDP broadcasts them": own[0][3]
+        == own[1][3]
+        == same[0][3],
+        "the order is the same in any case, and each rank has another share of it": all(
             sorted(ranks[0][0] + ranks[1][0]) == list(range(8)) and ranks[0][0] == same[0][0]
             for ranks in (same, own, later)
         ),

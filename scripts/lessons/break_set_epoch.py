@@ -45,13 +45,13 @@ def main() -> dict[str, bool]:
         for epoch in range(EPOCHS)
     )
     return {
-        "without set_epoch all epochs have the order of epoch 0, and no rank ever sees the "
+        "without set_epoch all epochs have the order of epoch 0, and no rank sees the "
         "other's samples": all(rank.count(rank[0]) == EPOCHS for rank in orders[False]),
-        "with it each epoch has another order": all(
+        "cure: with set_epoch(epoch) each epoch has another order": all(
             rank[0] != rank[1] != rank[2] for rank in orders[True]
         ),
-        "either way the ranks split each epoch without overlap": always_split,
-        "the loader must not shuffle as well": said
+        "with or without it, the ranks' shares of these 8 samples do not overlap": always_split,
+        "the loader must not shuffle beside a sampler": said
         == "ValueError: sampler option is mutually exclusive with shuffle",
     }
 

@@ -1,4 +1,4 @@
-"""Break it: each process takes as many threads as the machine has cores, and all of them crawl.
+"""Break it: each process starts as many threads as there are cores, and all become slow.
 
 python scripts/lessons/break_thread_oversubscription.py
 """
@@ -46,8 +46,8 @@ def main() -> dict[str, bool]:
     fair, _, crowded = speeds.values()
     print(f"the fair share is {fair / crowded:.1f} times as fast as the crowd")
     return {
-        "with more threads than cores the processes get less done: set_num_threads(cores // "
-        "processes), or OMP_NUM_THREADS before the start": fair > 1.2 * crowded,
+        "with more threads than cores the processes do less work (cure: set_num_threads(cores // "
+        "processes), or OMP_NUM_THREADS before the start)": fair > 1.2 * crowded,
     }
 
 

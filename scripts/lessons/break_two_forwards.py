@@ -13,15 +13,15 @@ from _lesson import Outcome, run_ranks, start
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-# Its name since torch 2.13; before, broadcast_buffers.
+# New in torch 2.13. Its predecessor broadcast_buffers=False also skips the first synchronisation.
 NAMES = inspect.signature(DistributedDataParallel).parameters
 FLAG = "forward_sync_buffers" if "forward_sync_buffers" in NAMES else "broadcast_buffers"
-# Whether this version hides the broadcast from autograd, as 2.13 does.
+# Whether this version hides the broadcast from autograd, as 2.13 and later do.
 HIDDEN = "preserve_version_counter" in inspect.getsource(DistributedDataParallel._sync_buffers)
 
 
 class Scaled(nn.Module):
-    """A layer whose backward needs a buffer, as that of a normalisation may."""
+    """A layer whose backward needs a buffer, as a normalisation's may."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,12 +33,12 @@ class Scaled(nn.Module):
 
 
 def work(rank: int, world_size: int, case: str) -> tuple[float, float]:
-    """Return this rank's gradient, and that of one device with the samples of all (both summed)."""
+    """Return this rank's gradient and that of one device with all samples, both summed."""
     torch.manual_seed(0)
     first, second = torch.rand(2, world_size, 4, 3)
     single = Scaled()
     loss = single(first).sum() + single(second).square().sum()
-    (loss / world_size).backward()  # DDP's, too, is the mean of the ranks' losses
+    (loss / world_size).backward()  # DDP averages over the ranks
     options: Any = {FLAG: case == "DDP"}
     model = DistributedDataParallel(Scaled(), **options)
     model.module.load_state_dict(single.state_dict())
@@ -49,7 +49,7 @@ def work(rank: int, world_size: int, case: str) -> tuple[float, float]:
         if case == "two backwards, each after its forward":
             one.sum().backward()
         if case == "a broadcast in between":
-            with torch.no_grad():  # what DDP itself calls at the beginning of a forward
+            with torch.no_grad():  # DDP itself calls this at the start of a forward
                 model._sync_module_buffers(authoritative_rank=0)
         two = model(second[rank])
     if case == "two backwards":
@@ -85,17 +85,19 @@ def main() -> dict[str, bool]:
         "a broadcast into a buffer that a backward still needs makes that backward fail": all(
             said in outcome.error for outcome in between
         ),
-        "DDP does so before every forward, which failed until it hid that from autograd (this "
-        f"version {'does' if HIDDEN else 'does not'})": right(own)
+        "DDP broadcasts buffers before a forward if the forward before it had gradients, which "
+        f"failed until it hid the broadcast from autograd (this version hides it: {HIDDEN})": right(
+            own
+        )
         if HIDDEN
         else said in own[0].error,
-        "without the broadcast two forwards are right": right(without),
-        "so is one forward of both batches": right(joined),
-        "two forwards, then two backwards: only the first is averaged, without an error": all(
+        f"cure: with {FLAG}=False two forwards and one backward are right": right(without),
+        "cure: one forward of both batches is right": right(joined),
+        "of two backwards after two forwards DDP averages the first only, without an error": all(
             o.value[0] != o.value[1] for o in twice
         )
         and twice[0].value[0] != twice[1].value[0],
-        "each backward right after its forward is averaged": right(in_turn),
+        "cure: each backward right after its forward is averaged": right(in_turn),
     }
 
 

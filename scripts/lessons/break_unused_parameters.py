@@ -1,4 +1,4 @@
-"""Break it: parameters without a gradient, for which DDP waits in vain.
+"""Break it: parameters that get no gradient, although DDP waits for it.
 
 python scripts/lessons/break_unused_parameters.py
 """
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class TwoHeads(nn.Module):
-    """A network with a second output layer that its forward may leave out."""
+    """A network whose forward may leave out its second output layer."""
 
     def __init__(self, use_both: bool) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class TwoHeads(nn.Module):
 def work(rank: int, world_size: int, case: str) -> tuple[float, str]:
     """Make two steps; return the first one's gradient (summed) and what the second one raised."""
     if case == "unused, TORCH_DISTRIBUTED_DEBUG=INFO":
-        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "INFO"  # for a user: in the launching shell
+        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "INFO"  # a user sets it in the shell
         dist.set_debug_level_from_env()
     raw_model = TwoHeads(use_both=case == "used in forward")
     if case == "frozen":
@@ -63,12 +63,15 @@ def main() -> dict[str, bool]:
     return {
         "step 2 fails": "Expected to have finished reduction in the prior iteration before "
         "starting a new one." in unused[1],
-        "and step 1 was wrong already: the bucket with the unused parameters was never "
-        "averaged, and each rank kept its own gradient": not unused[0],
+        "step 1 was already wrong: the bucket with the unused parameters was never averaged, and "
+        "each rank kept its own gradient": not unused[0],
         "TORCH_DISTRIBUTED_DEBUG=INFO adds their names": "spare.weight" in named[1]
         and "spare.weight" not in unused[1],
-        "used or frozen, they do no harm": used == frozen == (True, ""),
-        "find_unused_parameters=True looks for them in every forward": found == (True, ""),
+        "cure: use the parameters, or freeze them before DDP wraps the model": used
+        == frozen
+        == (True, ""),
+        "cure: find_unused_parameters=True, which searches the graph in every forward": found
+        == (True, ""),
     }
 
 

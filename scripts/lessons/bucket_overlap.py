@@ -1,4 +1,4 @@
-"""When DDP sends gradients: bucket by bucket, while the backward still computes the others.
+"""When DDP sends gradients: bucket by bucket, while the backward computes the others.
 
 python scripts/lessons/bucket_overlap.py
 """
@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-LAYERS, WIDTH = 3, 600  # a layer's weights are 1.4 MB
+LAYERS, WIDTH = 3, 600
+LAYER_BYTES = 4 * WIDTH * WIDTH  # 1.37 MiB
 
 
-def work(rank: int, world_size: int, bucket_cap_mb: float) -> tuple[list[str], list[int]]:
-    """Return what a backward did, in order, and the bytes of each bucket."""
+def work(rank: int, world_size: int, options: dict[str, Any]) -> list[tuple[list[str], list[int]]]:
+    """Return what each of two backwards did, in order, and the bytes of each bucket."""
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
-    model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=bucket_cap_mb)  # type: ignore[arg-type]
+    model = DistributedDataParallel(nn.Sequential(*layers), **options)
     events: list[str] = []
     sizes: list[int] = []
 
@@ -29,7 +30,7 @@ def work(rank: int, world_size: int, bucket_cap_mb: float) -> tuple[list[str], l
         return hook
 
     def send(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Do what DDP does by itself: start an all-reduce, and return without its result."""
+        """Do what DDP does without a hook: start an all-reduce, and return before it ends."""
         events.append(f"send {bucket.index()}")
         sizes.append(bucket.buffer().nbytes)
         return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
@@ -37,30 +38,51 @@ def work(rank: int, world_size: int, bucket_cap_mb: float) -> tuple[list[str], l
     for number, layer in enumerate(layers, start=1):
         layer.weight.register_hook(note(f"layer {number}"))
     model.register_comm_hook(None, send)
-    for _ in range(2):  # the first step's order of gradients decides on the buckets of the others
+    found = []
+    for _ in range(
+        2
+    ):  # DDP makes its buckets after the first, in the order in which gradients came
         events.clear()
         sizes.clear()
         model(torch.ones(2, WIDTH)).sum().backward()
-    return events, sizes
+        found.append((events[:], sizes[:]))
+    return found
 
 
 def main() -> dict[str, bool]:
+    cases: dict[str, dict[str, Any]] = {
+        "buckets of 1 MiB": {"bucket_cap_mb": 1.0},
+        "one bucket for all": {"bucket_cap_mb": 100.0},
+        "the default": {},
+        "find_unused_parameters": {"find_unused_parameters": True},
+    }
     found = {}
-    for title, bucket_cap_mb in (("buckets of 1 MiB", 1.0), ("one bucket for all", 100.0)):
-        events, sizes = run_ranks(work, 2, bucket_cap_mb)[0].value
-        found[title] = events
-        print(f"{title}: {' '.join(f'{size:,}' for size in sizes)} bytes")
-        print(f"  {', '.join(events)}")
-    small, large = found.values()
+    for title, options in cases.items():
+        found[title] = run_ranks(work, 2, options)[0].value
+        print(f"{title}:")
+        for number, (events, sizes) in enumerate(found[title], start=1):
+            print(f"  step {number}: {', '.join(events)}")
+            print(f"          {' '.join(f'{size:,}' for size in sizes)} bytes")
+    (first, _), (small, _) = found["buckets of 1 MiB"]
+    large = found["one bucket for all"][1][0]
+    searched = [sizes for _, sizes in found["find_unused_parameters"]]
     return {
         "the gradients come from the last layer to the first": [
             event for event in large if event.startswith("layer")
         ]
         == [f"layer {number}" for number in range(LAYERS, 0, -1)],
-        "a bucket is sent as soon as it is full, before the gradients of the earlier layers "
-        "are there": small.index("send 0") < small.index("layer 1"),
+        "the first backward sends one bucket of all gradients, after all of them": first[-1]
+        == "send 0",
+        "later a bucket is sent as soon as it is full, before the gradients of the earlier layers "
+        "exist": small.index("send 0") < small.index("layer 1"),
         "one bucket for all is sent when the backward has nothing left to compute": large[-1]
         == "send 0",
+        "by default the first bucket closes at 1 MiB, and the next takes far more": [
+            sizes for _, sizes in found["the default"]
+        ][1]
+        == [LAYER_BYTES, 2 * LAYER_BYTES],
+        "with find_unused_parameters the buckets stay as they were made at first, the small one "
+        "last": searched == [[2 * LAYER_BYTES, LAYER_BYTES]] * 2,
     }
 
 

@@ -14,16 +14,16 @@ import torch.distributed as dist
 from _lesson import first_line, run_ranks, start
 from torch import nn
 
-SAVE_SECONDS = 1.0  # what writing a large model takes
+SAVE_SECONDS = 1.0  # as long as a large model takes
 
 
 def save(model: nn.Module, path: Path) -> None:
-    """Save as a process whose model is on cuda:0 does; here its weights are on the CPU."""
+    """Save as if the weights were on cuda:0; here they are on the CPU."""
     time.sleep(SAVE_SECONDS)
     temporary = path.with_suffix(".tmp")
     with mock.patch("torch.serialization.location_tag", return_value="cuda:0"):
         torch.save(model.state_dict(), temporary)
-    os.replace(temporary, path)  # whole or not there: never a half-written file under this name
+    os.replace(temporary, path)  # this name never holds an incomplete file
 
 
 def work(rank: int, world_size: int, folder: str, with_barrier: bool) -> tuple[float, float]:
@@ -36,10 +36,10 @@ def work(rank: int, world_size: int, folder: str, with_barrier: bool) -> tuple[f
     if rank == 0:
         save(model, path)
     if with_barrier:
-        dist.barrier()  # nobody passes before rank 0 is here, and it comes after saving
+        dist.barrier()  # no rank passes before rank 0 comes here, which is after saving
     state = torch.load(path, map_location=device, weights_only=True)
     model.load_state_dict(state)
-    dist.barrier()  # all have read: only now may the file go
+    dist.barrier()  # all ranks have loaded: rank 0 may delete the file
     if rank == 0:
         path.unlink()
     return before, float(model.weight.detach().sum())
@@ -71,13 +71,16 @@ def main() -> dict[str, bool]:
     print(f"  {unmapped[:160]}")
     first = fixed[0].value[0]
     return {
-        "without the barrier rank 1 reads before there is a file": without.startswith(
+        "without the barrier rank 1 loads before the file exists": without.startswith(
             "FileNotFoundError: [Errno 2] No such file or directory"
         ),
-        "with it, all ranks go on with the weights of rank 0": first != fixed[1].value[0]
+        "cure: with the barrier all ranks continue with rank 0's weights": first
+        != fixed[1].value[0]
         and all(outcome.value[1] == first for outcome in fixed),
-        "a file remembers its device: without map_location every rank loads onto the "
-        "saver's, and fails where there is none": unmapped.startswith("on cuda:0")
+        "a file keeps the device of its tensors: without map_location every rank loads onto that "
+        "device, or fails if there is none (cure: map_location, as above)": unmapped.startswith(
+            "on cuda:0"
+        )
         or "Attempting to deserialize object on a CUDA device" in unmapped,
     }
 

@@ -1,8 +1,8 @@
-"""nn.DataParallel in its four steps, by hand: what each costs, and where the gradients meet.
+"""nn.DataParallel in its four steps, by hand: their cost, and where the gradients are summed.
 
 python scripts/lessons/data_parallel_by_hand.py
 
-On the loss inside forward: Lightning-AI/pytorch-lightning#249 and huggingface/trl#7018.
+On a loss that forward computes: Lightning-AI/pytorch-lightning#249 and huggingface/trl#7018.
 """
 
 import copy
@@ -24,7 +24,7 @@ STEPS = ("scatter the batch", "replicate the model", "parallel apply", "gather",
 
 
 class WithLoss(nn.Module):
-    """A model that computes its loss itself, as many do to spare the first device the work."""
+    """A model that computes its loss itself, which takes work off the first device."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def by_hand(dp: CPUDataParallel, images: Tensor, labels: Tensor) -> tuple[Tensor
     mark()
     F.cross_entropy(logits, labels).backward()  # through the copies, into dp.module
     mark()
-    # No replica could keep a gradient: its weights are plain results of a copy.
+    # A replica keeps no gradient: its weights are not parameters, but results of a copy.
     assert not any(list(replica.parameters()) for replica in replicas)
     seconds = [end - begin for begin, end in pairwise(marks)]
     return logits, dict(zip(STEPS, seconds, strict=True))
@@ -107,15 +107,15 @@ def main() -> dict[str, bool]:
         "the gradients are those of one device": torch.allclose(
             gradients(model), gradients(single), atol=1e-12
         ),
-        "they are the sum of the shares' gradients, each of a loss divided by the whole "
-        "batch: nothing is averaged": torch.allclose(gradients(model), summed, atol=1e-12),
+        "they are a sum, not a mean: of the gradients of each share's loss, which is divided by "
+        "the size of the whole batch": torch.allclose(gradients(model), summed, atol=1e-12),
         "two forwards copied the model twice": replicate.call_count == 2,
-        "a batch smaller than the devices leaves some without work": len(sizes[3, 4]) == 3,
-        "a loss computed in forward comes back as a vector, one for each replica": shares.shape
+        "with fewer samples than devices some devices have no work": len(sizes[3, 4]) == 3,
+        "a loss that forward computes is gathered as a vector, one for each replica": shares.shape
         == (4,),
         "its mean gives the last sample the weight of three": abs((shares.mean() - loss).item())
         > 1e-3,
-        "sums, divided by the whole batch, are right": torch.allclose(summed_loss, loss),
+        "cure: sums, divided by the size of the whole batch": torch.allclose(summed_loss, loss),
     }
 
 

@@ -1,4 +1,4 @@
-"""One global batch through one device, DataParallel and DDP: equal updates, and what breaks them.
+"""One global batch on one device, with DP and with DDP: equal updates, and what changes them.
 
 python scripts/lessons/equivalence.py
 """
@@ -32,7 +32,7 @@ def data(knob: str) -> Batch:
 
 
 def update(model: nn.Module, batch: Batch, rate: float, weight: float = 1.0) -> Tensor:
-    """Make a step of plain SGD and return what it did to the weights."""
+    """Make a step of plain SGD; return the change of the weights."""
     model.zero_grad()
     torch.manual_seed(2)  # dropout draws from here
     (weight * F.cross_entropy(model(batch[0]), batch[1])).backward()
@@ -52,7 +52,7 @@ def on_ranks(rank: int, world_size: int) -> dict[str, Tensor]:
             share = slice(12 * rank, 12 + 4 * rank)  # 12 samples and 4
         elif "order" in knob:  # each rank cuts its share out of another permutation
             share = list(DistributedSampler(inputs, world_size, rank, seed=rank))  # type: ignore[arg-type]
-        # DDP divides by the number of ranks, as if each held as many samples as the others.
+        # DDP divides by the number of ranks, as if all shares had the same size.
         weight = len(labels[share]) * world_size / len(labels) if "weighted" in knob else 1.0
         model = DistributedDataParallel(build(knob, seed=rank if "weights" in knob else 0))
         rate = 2 * RATE if knob == HARMFUL[3] else RATE
@@ -73,15 +73,15 @@ def main() -> dict[str, bool]:
         dp = update(dp_model, (inputs, labels), 2 * RATE if knob == HARMFUL[3] else RATE)
         off[knob] = [float((u - single).norm() / single.norm()) for u in (dp, ddp[knob])]
         print(f"{knob:40}{off[knob][0]:10.3f}{off[knob][1]:10.3f}")
-    print("(dropout in DP: its threads share one generator, and it depends on who draws first)")
+    print("(dropout in DP: its threads share one generator, so the result depends on their order)")
     dp_equal, ddp_equal = ([k for k in off if off[k][i] < 1e-12] for i in (0, 1))
     half, twice = off[HARMFUL[2]][1], off[HARMFUL[3]][1]
     return {
-        "with equal or weighted shares, DDP makes one device's update, whatever seed each "
-        "rank took for its weights": tuple(ddp_equal) == HARMLESS,
-        "DP does with any shares: its loss is that of the gathered batch": tuple(dp_equal)
+        "with equal or weighted shares, DDP makes one device's update, whatever seed each rank "
+        "took for its weights": tuple(ddp_equal) == HARMLESS,
+        "DP makes it with any shares, since its loss is that of the gathered batch": tuple(dp_equal)
         in (HARMLESS + HARMLESS_TO_DP, (*HARMLESS, *HARMLESS_TO_DP, "dropout")),
-        "half the steps go half as far, and twice the rate makes up for most of it": twice
+        "half the steps go half as far, and twice the rate compensates for most of it": twice
         < 0.1
         < 0.4
         < half

@@ -1,4 +1,4 @@
-"""Ring all-reduce by hand: how every rank gets the sum by talking to its two neighbours only.
+"""Ring all-reduce by hand: each rank gets the sum, and exchanges data with two neighbours only.
 
 python scripts/lessons/ring_all_reduce.py
 """
@@ -15,19 +15,19 @@ CHUNK_SIZE = 1000  # float64 numbers in each of the WORLD_SIZE chunks
 
 
 def ring_all_reduce(tensor: Tensor, rank: int, world_size: int) -> tuple[list[list[int]], int]:
-    """Sum ``tensor`` over all ranks in place, talking to two neighbours only.
+    """Sum ``tensor`` over all ranks in place, over two neighbours only.
 
     Returns:
         The first number of each chunk after each step; the bytes that this rank sent.
     """
-    chunks = tensor.chunk(world_size)  # views: what is written to a chunk is in the tensor
+    chunks = tensor.chunk(world_size)  # views: writing to a chunk changes the tensor
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
     history, bytes_sent = [], 0
     for step in range(2 * (world_size - 1)):
         given = chunks[(rank - step) % world_size]
         taken = chunks[(rank - step - 1) % world_size]
         received = torch.empty_like(taken)
-        # Both at once: if every rank waited for its sending first, nobody would receive.
+        # Both at once: if every rank waited for its own send first, no rank would receive.
         requests: list[Any] = [dist.isend(given, right), dist.irecv(received, left)]
         for request in requests:
             request.wait()
@@ -41,7 +41,7 @@ def ring_all_reduce(tensor: Tensor, rank: int, world_size: int) -> tuple[list[li
 
 
 def work(rank: int, world_size: int) -> dict[str, Any]:
-    # Rank 0 holds 1, rank 1 holds 10, rank 2 holds 100...: a sum's digits say who is in it.
+    # Rank 0 holds 1, rank 1 holds 10, rank 2 holds 100: a sum's digits name its ranks.
     tensor = torch.full((world_size * CHUNK_SIZE,), 10.0**rank, dtype=torch.float64)
     reference = tensor.clone()
     history, bytes_sent = ring_all_reduce(tensor, rank, world_size)
@@ -74,17 +74,15 @@ def main() -> dict[str, bool]:
         "the result equals that of dist.all_reduce on every rank": all(
             rank["equal"] for rank in ranks
         ),
-        f"after n - 1 = {n - 1} steps every rank has one finished chunk, each another": sorted(
+        f"after n - 1 = {n - 1} steps each rank has finished one chunk, each another one": sorted(
             row.index(1111) for row in after_reduce if row.count(1111) == 1
         )
         == list(range(n)),
         f"it takes 2(n - 1) = {2 * (n - 1)} steps, not n = {n}": steps == 2 * (n - 1)
         and all(row == [1111] * n for rank in ranks for row in rank["history"][-1:])
         and any(row != [1111] * n for rank in ranks for row in rank["history"][-2:-1]),
-        f"each rank sends 2(n - 1)/n = {2 * (n - 1) / n} times the data, less than twice "
-        "however many ranks there are": all(
-            rank["bytes_sent"] == 2 * (n - 1) * nbytes // n for rank in ranks
-        )
+        f"each rank sends 2(n - 1)/n = {2 * (n - 1) / n} times the data, less than twice for any "
+        "number of ranks": all(rank["bytes_sent"] == 2 * (n - 1) * nbytes // n for rank in ranks)
         and sent < 2 * nbytes,
     }
 

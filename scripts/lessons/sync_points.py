@@ -1,4 +1,4 @@
-"""Where DDP talks to the other ranks: the collectives of each phase, as the profiler sees them.
+"""Where DDP communicates: the collectives of each phase, as the profiler sees them.
 
 python scripts/lessons/sync_points.py
 """
@@ -14,13 +14,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler tells when it starts
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints when it starts
 Calls = dict[str, dict[str, int]]
 
 
 @contextmanager
 def watch(phase: str, calls: Calls) -> Iterator[None]:
-    """Note under ``phase`` how often each collective was called within."""
+    """Store under ``phase`` how often each collective was called."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         yield
     names = [event.name for event in profiler.events() if event.name.startswith("c10d::")]
@@ -36,7 +36,7 @@ def work(rank: int, world_size: int, norm: bool) -> tuple[Calls, list[bool]]:
     with watch("DistributedDataParallel(model)", calls):
         model = DistributedDataParallel(raw_model)
     facts.append(torch.equal(layer.weight, mine) == (rank == 0))
-    # The first step is special: its order of gradients decides on new buckets for the others.
+    # After the first step DDP rebuilds its buckets, which would add a collective.
     model(inputs).square().mean().backward()
     model(inputs).square().mean().backward()
 
@@ -54,6 +54,11 @@ def work(rank: int, world_size: int, norm: bool) -> tuple[Calls, list[bool]]:
         loss.backward()
     with watch("forward and backward in no_sync", calls), model.no_sync():
         model(inputs).square().mean().backward()
+    model(inputs).square().mean().backward()
+    with watch("forward without gradients, after a step", calls), torch.no_grad():
+        model(inputs)
+    with watch("forward with gradients, after that one", calls):
+        model(inputs)
     return calls, facts
 
 
@@ -66,17 +71,23 @@ def main() -> dict[str, bool]:
         print(f"{phase:42}{cells[0]:30}{cells[1]}")
     without, norm = tables
     return {
-        "the constructor compares the models (allgather) and broadcasts the weights of rank 0: "
-        "the others' own are gone": without["DistributedDataParallel(model)"].keys()
+        "the constructor compares the models (allgather) and broadcasts rank 0's weights, which "
+        "replace the other ranks' own": without["DistributedDataParallel(model)"].keys()
         == {"allgather", "broadcast"}
         and all(outcome.value[1] == [True] for outcome in (*plain, *with_buffers)),
         "backward all-reduces the gradients": without["backward"] == {"allreduce": 1},
-        "the optimizer's step talks to nobody": not without["the optimizer's step"],
-        "forward (after the first step) only broadcasts buffers": not without["forward"]
+        "the optimizer's step does not communicate": not without["the optimizer's step"],
+        "forward broadcasts buffers, if there are any, and nothing else": not without["forward"]
         and norm["forward"].keys() == {"broadcast"},
+        "it does so if the forward before it had gradients and synchronised: therefore the first "
+        "forward of an evaluation broadcasts, and the first one after it does not": norm[
+            "forward without gradients, after a step"
+        ].keys()
+        == {"broadcast"}
+        and not norm["forward with gradients, after that one"],
         "no_sync around backward alone changes nothing": "allreduce"
         in without["backward in no_sync, forward before it"],
-        "around both it keeps the gradients at home": "allreduce"
+        "around forward and backward it switches the all-reduce off": "allreduce"
         not in without["forward and backward in no_sync"],
     }
 

@@ -1,4 +1,4 @@
-"""Threads, processes and the GIL: which calls let other threads of a process run, and which do not.
+"""Threads, processes and the GIL: which calls let other threads of a process run.
 
 python scripts/lessons/threads_and_gil.py
 """
@@ -18,7 +18,7 @@ PAUSE = 0.005  # seconds between two ticks
 
 
 def python_call() -> None:
-    """One call into C that works on Python objects, and so holds the GIL throughout."""
+    """One call into C that works on Python objects, and so holds the GIL to its end."""
     sum(range(20_000_000))
 
 
@@ -28,13 +28,13 @@ def torch_call() -> None:
 
 
 def python_loop() -> None:
-    """Many small steps of the interpreter, which can pass on the GIL between them."""
+    """Many small steps of the interpreter, which can release the GIL between them."""
     for _ in range(8_000_000):
         pass
 
 
 def ticks_during(call: Callable[[], None]) -> int:
-    """Count how often another thread of this process runs while ``call`` does."""
+    """Count how often another thread of this process runs during ``call``."""
     ticks: list[float] = []
     done = threading.Event()
 
@@ -49,15 +49,17 @@ def ticks_during(call: Callable[[], None]) -> int:
     call()
     end = time.perf_counter()
     done.set()
-    return sum(begin < moment < end - 4 * PAUSE for moment in ticks)  # it hands over at the end
+    return sum(
+        begin < moment < end - 4 * PAUSE for moment in ticks
+    )  # it releases the GIL at its end
 
 
 def ticks_beside(rank: int, world_size: int) -> int:
-    """Count how often rank 1 runs while rank 0, another process, does ``python_call``."""
+    """Count how often rank 1 runs while rank 0, another process, is in ``python_call``."""
     dist.barrier()
     if rank == 0:
         python_call()
-    meeting: Any = dist.barrier(async_op=True)  # complete once rank 0 has done its call
+    meeting: Any = dist.barrier(async_op=True)  # complete after rank 0's call
     ticks = 0
     while not meeting.is_completed():
         ticks += 1
@@ -75,22 +77,22 @@ def cores_used_by_two_threads() -> float:
 
 
 def main() -> dict[str, bool]:
-    # A free-threaded build (python3.13t and later) may run without; older ones cannot be asked.
+    # A free-threaded build (python3.13t and later) may have none; older versions always have one.
     gil = getattr(sys, "_is_gil_enabled", lambda: True)()
     in_python, in_torch = ticks_during(python_call), ticks_during(torch_call)
     in_process, cores = run_ranks(ticks_beside, 2)[1].value, cores_used_by_two_threads()
-    print(f"Python {sys.version.split()[0]}, GIL {'on' if gil else 'off'}; how often we ran while")
-    print(f"  another thread was in sum(range(...)) {in_python:5}")
-    print(f"  another thread was in a torch product {in_torch:5}")
-    print(f"  another process was in sum(range(...)){in_process:5}")
+    print(f"Python {sys.version.split()[0]}, GIL {'on' if gil else 'off'}; this thread ran, times")
+    print(f"  while another thread was in sum(range(...))  {in_python:5}")
+    print(f"  while another thread was in a torch product  {in_torch:5}")
+    print(f"  while another process was in sum(range(...)) {in_process:5}")
     print(f"two threads in a Python loop kept {cores:.2f} cores busy")
-    with_gil = "one thread's Python code stops the others: two of them use one core at most"
+    with_gil = "one thread's Python code blocks the others, and two threads use one core at most"
     without = "without a GIL, one thread's Python code lets the others run"
     return {
         with_gil if gil else without: (in_python < in_process / 4 and cores < 1.2) == gil,
-        "torch releases the GIL while it computes: there the threads of DataParallel can "
-        "overlap, in the Python around it they take turns": in_torch > 0,
-        "another process has a GIL of its own and stops nobody": in_process > 0,
+        "torch releases the GIL while it computes: there DataParallel's threads can overlap, in "
+        "the Python code around it they take turns": in_torch > 0,
+        "another process has its own GIL and blocks no other": in_process > 0,
     }
 
 

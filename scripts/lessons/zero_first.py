@@ -1,4 +1,4 @@
-"""Who prepares the data: the first rank of each node, of the whole job, or whoever has the lock.
+"""Which process prepares the data: the first of each node, the first of all, or the lock's holder.
 
 python scripts/lessons/zero_first.py
 
@@ -21,7 +21,7 @@ PREPARE_SECONDS = 0.5
 
 @contextmanager
 def zero_first(rank: int) -> Iterator[None]:
-    """Let rank 0 go first; the others wait in the barrier that it enters last. Collective."""
+    """Let rank 0 go first; the others wait in the barrier that rank 0 enters last. Collective."""
     if rank != 0:
         dist.barrier()
     yield
@@ -31,14 +31,14 @@ def zero_first(rank: int) -> Iterator[None]:
 
 @contextmanager
 def file_lock(disk: Path) -> Iterator[None]:
-    """Let one process in at a time. Needs no process group, and knows which disk it is about."""
+    """Let one process in at a time. It needs no process group, and belongs to its disk."""
     with open(disk / "lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def prepare(disk: Path, rank: int) -> None:
-    """Prepare the data if it is not there yet, and note who did."""
+    """Prepare the data if there is none yet, and write down this rank."""
     if (disk / "data").exists():
         return
     with open(disk / "prepared_by", "a") as file:
@@ -69,7 +69,7 @@ def prepared_by(rule: str, layout: str) -> dict[str, list[int]]:
 
 
 def main() -> dict[str, bool]:
-    print("ranks 0 and 1 are node 0, ranks 2 and 3 node 1; who prepared each disk's data:")
+    print("ranks 0 and 1 are node 0, ranks 2 and 3 node 1; ranks that prepared each disk's data:")
     once = {}
     for rule in ("local_rank", "rank", "file lock"):
         cells = []
@@ -80,12 +80,12 @@ def main() -> dict[str, bool]:
             cells.append(text if once[rule, layout] else f"{text} RACE")
         print(f"  {rule:12}{cells[0]:44}{cells[1]}")
     return {
-        "zero first by local_rank is right where each node has its own disk, a race on one "
-        "that they share": once["local_rank", "local"] and not once["local_rank", "shared"],
-        "zero first by rank is right on a shared disk, a race on the disks of other nodes": (
+        "zero first by local_rank is right if each node has its own disk, and a race on a shared "
+        "disk": once["local_rank", "local"] and not once["local_rank", "shared"],
+        "zero first by rank is right on a shared disk, and a race on the disks of other nodes": (
             once["rank", "shared"] and not once["rank", "local"]
         ),
-        "a file lock is right on both, without a process group": once["file lock", "local"]
+        "cure: a file lock is right on both, without a process group": once["file lock", "local"]
         and once["file lock", "shared"],
     }
 
