@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.processes import ROOT, Finished, run
-from tests.sources import code_lines
 
 FOLDER = ROOT / "scripts" / "lessons"
 LESSONS = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
-MAX_LINES = 100  # of code
 TIMEOUT = 150.0  # seconds; a lesson ends itself after 120
 # Ten seconds and more, most of which they wait on purpose or compute for a measurement.
 SLOW = {
@@ -30,12 +28,12 @@ def run_lesson(name: str) -> Finished:
     return run(sys.executable, *commands, timeout=TIMEOUT)
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
-def test_a_lesson_is_short_and_imports_no_other(path: Path) -> None:
-    source = path.read_text()
-    assert len(code_lines(source)) <= MAX_LINES
-    imported = re.findall(r"^\s*(?:from|import) (\w+)", source, flags=re.MULTILINE)
-    assert not {*imported} & {*LESSONS}
+def test_no_lesson_imports_another() -> None:
+    for name in LESSONS:
+        source = (FOLDER / f"{name}.py").read_text()
+        imported = re.findall(r"^\s*(?:from|import) (\w+)", source, flags=re.MULTILINE)
+        assert imported
+        assert not {*imported} & {*LESSONS}, name
 
 
 @pytest.mark.parametrize(

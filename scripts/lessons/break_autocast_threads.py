@@ -5,7 +5,8 @@ python scripts/lessons/break_autocast_threads.py
 nn.DataParallel runs each replica in a thread, and opens autocast there without the dtype
 (torch/nn/parallel/parallel_apply.py). So on GPUs, under autocast("cuda", dtype=torch.bfloat16), the
 replicas compute in float16, and without loss scaling. A CPU's default is bfloat16. Therefore this
-lesson asks for float16, and its threads compute in bfloat16. DDP has no such threads.
+lesson asks for float16, and its threads compute in bfloat16. DDP has no such threads. train_dp.py
+sets the dtype in a hook that runs before each replica's forward.
 """
 
 from collections.abc import Callable
@@ -27,6 +28,11 @@ def forward_with_autocast(inputs: Tensor) -> Tensor:
         return inputs @ inputs
 
 
+def forward_after_hook(inputs: Tensor) -> Tensor:
+    torch.set_autocast_dtype("cpu", torch.float16)  # in the thread, inside of its autocast
+    return inputs @ inputs
+
+
 def replica(forward: Callable[[Tensor], Tensor]) -> torch.dtype:
     """Run a forward as parallel_apply does in each thread; return the dtype of its output."""
     with torch.amp.autocast("cpu", enabled=True):  # no dtype
@@ -43,6 +49,7 @@ def main() -> dict[str, bool]:
             caller = forward(INPUTS).dtype
             bare = thread(lambda: forward(INPUTS).dtype)
             broken, cured = thread(replica, forward), thread(replica, forward_with_autocast)
+            hooked = thread(replica, forward_after_hook)
         default = torch.get_autocast_dtype("cuda")
         torch.set_autocast_dtype("cuda", torch.bfloat16)  # autocast("cuda", dtype=...) calls it
         cuda = torch.get_autocast_dtype("cuda"), thread(torch.get_autocast_dtype, "cuda")
@@ -52,6 +59,7 @@ def main() -> dict[str, bool]:
     print(f"  a thread without autocast computes in    {bare}")
     print(f"  a replica's thread computes in           {broken}")
     print(f"  the same, with autocast in its forward   {cured}")
+    print(f"  the same, with the dtype set in a hook   {hooked}")
     print(f"CUDA's dtype, set to {cuda[0]}, is {cuda[1]} in another thread")
     return {
         "autocast holds in the thread that opened it only": caller == torch.float16
@@ -61,6 +69,7 @@ def main() -> dict[str, bool]:
         "for CUDA the default is float16, although the caller asked for bfloat16": cuda
         == (torch.bfloat16, torch.float16),
         "cure: open autocast, with its dtype, in the model's forward": cured == torch.float16,
+        "cure: set the dtype in the thread, before the forward": hooked == torch.float16,
     }
 
 
