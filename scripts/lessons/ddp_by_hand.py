@@ -132,7 +132,7 @@ def main() -> dict[str, bool]:
         print(f"  {name:37}{ranks[0][name][0] * 1e3:7.1f} ms")
     took = [ranks[0][name][0] for name in BY_HAND]
     if took != sorted(took, reverse=True):
-        print("The steps do not order in this run: sending takes cores from the backward.")
+        print("The steps do not order in this run: threads that send share the cores with others.")
     timeline = ", ".join(f"{t * 1e3:.1f} ({n})" for t, n in ranks[0][BY_HAND[3]][3])
     print(f"step 4, its sends and the backward's end, in ms (gradients missing): {timeline}")
     checksums = {name: {rank[name][1] for rank in ranks} for name in STEPS}
