@@ -1,12 +1,11 @@
 # What has to hold before a change is shared; scripts/test.sh and CI run it in an environment of
-# their own. PYTEST_FLAGS=--all adds the slow tests. `make test-fast` is for the loop of an edit:
-# only what starts no process, in seconds.
+# their own. PYTEST_FLAGS=--all adds the slow tests.
 PYTHON ?= python3
 # Three at once for two cores: many tests wait for a while. A file stays together, for what its
 # tests share.
 WORKERS ?= 3
 
-.PHONY: check lint types test test-fast
+.PHONY: check lint types test
 check: lint types test
 
 lint:
@@ -19,6 +18,3 @@ types:
 
 test:
 	$(PYTHON) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
-
-test-fast:
-	$(PYTHON) -m pytest --fast $(PYTEST_FLAGS)

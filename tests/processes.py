@@ -15,24 +15,18 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from tests import fork_server
 
 ROOT = Path(__file__).parent.parent
 # How a process of ours is known, whatever started it; inherited by all that it starts.
 MARK = f"MNIST_TEST_SESSION={os.getpid()}"
-# One thread: tests compare bits. Threads that wait for others soon go to sleep: tests share cores.
-# A name server that drops one of many questions holds nobody up for five seconds.
 SETTINGS = {
-    "OMP_NUM_THREADS": "1",
-    "GOMP_SPINCOUNT": "1000",
-    "RES_OPTIONS": "timeout:1 attempts:2",
+    "OMP_NUM_THREADS": "1",  # tests compare bits
+    "GOMP_SPINCOUNT": "1000",  # tests share cores: a thread that waits soon goes to sleep
+    "RES_OPTIONS": "timeout:1 attempts:2",  # a name server that drops a question holds up nobody
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # as the scripts set it, and before torch is in the fork server
 }
-# What conftest.py sets as the options of pytest say.
-use_fork_server, may_start = True, True
 # The GPUs that a user lets us see; a test that is not marked ``gpu`` is about CPUs, and sees none.
 # Kept for the workers of pytest-xdist, which are started with what is set here.
 GPUS = os.environ.setdefault("MNIST_TEST_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
@@ -51,65 +45,58 @@ class Finished:
     seconds: float
 
     @property
-    def text(self) -> str:
+    def text(self):
         return self.stdout + self.stderr
 
 
 @functools.cache
-def count_gpus() -> int:
+def count_gpus():
     """Ask another process, since this one is to see none."""
     if not shutil.which("nvidia-smi"):
         return 0
-    code = "import torch; print(torch.cuda.device_count())"
+    # device_count() asks NVML, which also counts GPUs that a driver too old cannot use.
+    code = "from torch import cuda; print(cuda.device_count() if cuda.is_available() else 0)"
     command = [sys.executable, "-c", code]
     return int(subprocess.run(command, env=visible(), capture_output=True, text=True).stdout or 0)
 
 
-def visible() -> dict[str, str]:
+def visible():
     """Return this process's environment with the user's GPUs."""
     kept = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
     return kept if GPUS == "all" else kept | {"CUDA_VISIBLE_DEVICES": GPUS}
 
 
-def environment(**extra: str) -> dict[str, str]:
-    """Return the environment for a process that a test starts.
+def environment(**extra):
+    """Return the environment for a process: this one's, marked, without a launcher's variables.
 
-    It is this process's without a launcher's variables, and marked. A Python of ours that is
-    started with it, by whatever means, is forked where that makes no difference, see
-    tests/fork_server.py; in a test marked ``real`` it is a new process in any case.
+    A Python of ours that is started with it, by whatever means, is forked where that makes no
+    difference, see tests/fork_server.py.
     """
-    if not may_start:
-        pytest.skip("starts processes: --fast leaves it out")
     whole = visible() if show_gpus else os.environ
     kept = {k: v for k, v in whole.items() if k not in LAUNCHER_VARIABLES}
     # `torchrun` and `python3` are those of this environment, activated or not.
     path = f"{Path(sys.executable).parent}:{kept.get('PATH', os.defpath)}"
-    unmarked = kept | SETTINGS | {"PATH": path, "PYTHONUNBUFFERED": "1"}
-    if use_fork_server:
-        fork_server.install(unmarked)
+    kept |= SETTINGS | {"PATH": path, "PYTHONUNBUFFERED": "1"}
+    fork_server.install(kept)
     name, value = MARK.split("=")
-    return unmarked | {name: value} | extra
+    return kept | {name: value} | (fork_server.REAL if show_gpus else {}) | extra
 
 
-def start(
-    *command: Any, cwd: Path | None = None, real: bool = False, **extra: str
-) -> subprocess.Popen[str]:
+def start(*command, cwd=None, real=False, **extra):
     """Start a command in a session of its own; with ``real`` it is not forked."""
-    variables = environment(**extra)
-    with fork_server.real_processes() if real else contextlib.nullcontext():
-        return subprocess.Popen(
-            [str(part) for part in command],
-            cwd=cwd or ROOT,
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+    return subprocess.Popen(
+        [str(part) for part in command],
+        cwd=cwd or ROOT,
+        env=environment(**extra, **(fork_server.REAL if real else {})),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
-def finish(process: subprocess.Popen[str], timeout: float, since: float | None = None) -> Finished:
+def finish(process, timeout, since=None):
     """Wait for a process; one that is still there after ``timeout`` seconds is a failure."""
     begin = time.monotonic() if since is None else since
     try:
@@ -123,19 +110,50 @@ def finish(process: subprocess.Popen[str], timeout: float, since: float | None =
     return Finished(process.returncode, stdout, stderr, time.monotonic() - begin)
 
 
-def run(
-    *command: Any, timeout: float = 90, cwd: Path | None = None, real: bool = False, **extra: str
-) -> Finished:
+def run(*command, timeout=90, cwd=None, real=False, **extra):
     """Run a command to its end."""
     return finish(start(*command, cwd=cwd, real=real, **extra), timeout)
 
 
-def script(name: str, *args: Any) -> list[Any]:
+def succeed(ended):
+    assert ended.returncode == 0, ended.text
+    assert "Traceback" not in ended.text
+    return ended
+
+
+def error_line(ended, status=2):
+    """Return the one line of stderr with which a process has to have ended."""
+    assert ended.returncode == status, ended.text
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr
+    return ended.stderr
+
+
+def script(name, *args):
     """Return the command of a training script, quiet and with one thread."""
     return [sys.executable, ROOT / name, "--threads", 1, "--no-progress", *args]
 
 
-def shell_line(line: str, **variables: str) -> tuple[list[str], dict[str, str]]:
+def torchrun(processes, name, *args):
+    """Return the command of a training script under a standalone torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes]
+    return [sys.executable, *launcher, *script(name, *args)[1:]]
+
+
+def command(technique, processes, *flags):
+    """Return a training command on that many devices."""
+    if technique == "ddp":
+        return torchrun(processes, "train_ddp.py", *flags)
+    if technique == "spawn":
+        return script("train_ddp.py", "--nprocs", processes, *flags)
+    replicas = ["--replicas", processes] if technique == "dp" else []
+    return script(f"train_{technique}.py", *replicas, *flags)
+
+
+def flags(data_dir, run_dir, *extra):
+    return ["--dataset", "synthetic", "--data-dir", data_dir, "--run-dir", run_dir, *extra]
+
+
+def shell_line(line, **variables):
     """Return the words and the variables that a shell would make of a line.
 
     Without the shell, and with this Python in the place of ``python`` and ``torchrun``: these can
@@ -150,18 +168,12 @@ def shell_line(line: str, **variables: str) -> tuple[list[str], dict[str, str]]:
     return words, variables
 
 
-def torchrun(processes: int, name: str, *args: Any) -> list[Any]:
-    """Return the command of a training script under a standalone torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes]
-    return [sys.executable, *launcher, *script(name, *args)[1:]]
-
-
 # Below the ports that the kernel gives to who asks for any (net.ipv4.ip_local_port_range), so that
 # nobody takes one between its choice and its use. Another run of tests begins elsewhere.
 _ports = itertools.count(os.getpid() * 199)
 
 
-def free_port() -> int:
+def free_port():
     """Return a port of this host that nothing listens on, another one with every call."""
     while True:
         port = 12_000 + next(_ports) % 20_000
@@ -170,27 +182,57 @@ def free_port() -> int:
             return port
 
 
-def summary(run_dir: Path) -> dict[str, Any]:
+def summary(run_dir):
     return json.loads((run_dir / "summary.json").read_text())
 
 
-def metrics(run_dir: Path) -> list[dict[str, Any]]:
+def status(run_dir):
+    return json.loads((run_dir / "status.json").read_text())
+
+
+def metrics(run_dir):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def stray_processes(wait: float = 5.0) -> list[tuple[int, str]]:
+def final_state(run_dir):
+    """Return the weights' checksum and the metrics, but for times: what an equal run repeats."""
+    rows = metrics(run_dir)
+    for row in rows:
+        del row["seconds"], row["images_per_second"]
+    return summary(run_dir)["weights_sha256"], rows
+
+
+def wait_until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def marked():
+    """Return command and environment of every process that a test started, by pid."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            texts = [(folder / name).read_text(errors="replace") for name in ("cmdline", "environ")]
+            line, variables = texts[0].replace("\0", " "), texts[1].split("\0")
+            if MARK in variables and line:  # a zombie has none
+                found[int(folder.name)] = line, dict(v.split("=", 1) for v in variables if "=" in v)
+    return found
+
+
+def ranks():
+    """Return the pid of each rank; loader workers share their rank's environment."""
+    found = {}
+    for pid, (line, variables) in sorted(marked().items()):
+        if "train_" in line and "distributed.run" not in line:
+            found.setdefault(int(variables.get("RANK", 0)), pid)
+    return found
+
+
+def stray_processes(wait=5.0):
     """Return (pid, command) of marked processes that are still there after ``wait`` seconds."""
     deadline = time.monotonic() + wait
-    while True:
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if MARK.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
-                    if command:  # a zombie has none
-                        found.append((int(folder.name), command.decode(errors="replace")))
-            except OSError:
-                continue
-        if not found or time.monotonic() > deadline:
-            return found
+    while (found := marked()) and time.monotonic() < deadline:
         time.sleep(0.1)
+    return [(pid, line) for pid, (line, _) in found.items()]
