@@ -1,66 +1,109 @@
-# Find or make a Python environment. Sourced by quickstart.sh and test.sh; sets PYTHON.
+# What the scripts share: flags, errors, GPUs, and a Python environment. They source this file.
 # shellcheck shell=bash
 
 VENV=${VENV:-.venv}
 
 say() { printf '%s\n' "$*" >&2; }
 
-# satisfied PYTHON FILE...: whether that Python has what the requirements files ask for.
+# fail WORDS...: end with one line and status 2.
+fail() {
+    say "${0##*/}: error: $*"
+    exit 2
+}
+
+# read_flags SCRIPT FLAG...: set dry_run and flags; --help prints the comment that opens SCRIPT.
+# shellcheck disable=SC2034 # the scripts read them
+read_flags() {
+    local script=$1 flag
+    dry_run=false flags=()
+    for flag in "${@:2}"; do
+        case $flag in
+            -h | --help) sed -nE '1d; /^set /q; s/^#( |$)//p' "$script" && exit ;;
+            --dry-run) dry_run=true ;;
+            *) flags+=("$flag") ;;
+        esac
+    done
+}
+
+# count_gpus PYTHON: print how many GPUs the torch of that Python can use. It may list more than
+# that: NVML counts GPUs for which the driver is too old.
+count_gpus() {
+    "$1" -W ignore -c '
+import sys
+try:
+    import torch
+except ImportError:
+    print(0)
+    sys.exit()
+listed = torch.cuda.device_count()
+usable = listed if torch.cuda.is_available() else 0
+if listed > usable:
+    print(
+        f"torch {torch.__version__} lists {listed} GPUs but cannot use them: update the GPU driver,"
+        " or install a torch that is built for it (https://pytorch.org/get-started/locally/)",
+        file=sys.stderr,
+    )
+print(usable)'
+}
+
+# refuse_dangling PYTHON: fail if that is a link to an interpreter which no longer exists.
+refuse_dangling() {
+    if [[ -L $1 && ! -e $1 ]]; then
+        fail "$1 leads to a Python that is gone, because Python was upgraded or removed: remove" \
+            "the environment (rm -r ${1%/bin/*}), and run ./scripts/quickstart.sh to make it again"
+    fi
+}
+
+# satisfied PYTHON FILE...: return whether that Python has what the requirements files ask for.
 satisfied() {
     command -v "$1" >/dev/null || return 1
-    "$1" - "${@:2}" <<'PYTHON_CODE'
-import re
+    "$1" - "${@:2}" 2>/dev/null <<'PYTHON_CODE'
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 
-
-def numbers(text):
-    return [int(n) for n in re.findall(r"\d+", text.partition("+")[0])]
-
+from packaging.requirements import Requirement  # tensorboard depends on it
 
 if sys.version_info < (3, 10):
     sys.exit(1)
 for file in sys.argv[1:]:
     for line in open(file):
-        match = re.match(r"([\w-]+)(>=|==)([\d.]+)", line)
-        if not match:
-            continue
-        name, relation, wanted = match.groups()
-        try:
-            found = numbers(version(name))
-        except PackageNotFoundError:
-            sys.exit(1)
-        if found < numbers(wanted) or (relation == "==" and found != numbers(wanted)):
-            sys.exit(1)
+        if line.strip() and not line.startswith("#"):
+            wanted = Requirement(line)
+            if not wanted.specifier.contains(version(wanted.name), prereleases=True):
+                sys.exit(1)
 PYTHON_CODE
 }
 
-# make_environment FILE...: make $VENV with these requirements, unless it has them already.
+# make_environment FILE...: set PYTHON to the one in $VENV, and install these requirements there.
 make_environment() {
     PYTHON=$VENV/bin/python
+    refuse_dangling "$PYTHON"
     if satisfied "$PYTHON" "$@"; then
         return
     fi
-    local base=${BASE_PYTHON:-python3} file requirements=()
-    for file in "$@"; do requirements+=(-r "$file"); done
-    if ! "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-        say "Python 3.10 or later is needed: install python3, or name one in BASE_PYTHON."
-        exit 2
+    local base=${BASE_PYTHON:-python3} is_new=false
+    if [[ ! -e $VENV && ! -L $VENV ]]; then
+        is_new=true
+        "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
+            fail "Python 3.10 or later is needed: install python3, or name one in BASE_PYTHON"
+        # Only what this run makes: a half-made environment would be in the way of the next run.
+        trap 'rm -rf "$VENV"' EXIT
+    elif [[ ! -f $VENV/pyvenv.cfg ]]; then
+        fail "$VENV exists, but is not a virtual environment: name another folder in VENV"
     fi
-    say "Making an environment in $VENV and installing ${*} (about 2 minutes, 6 GB)..."
-    # What an interrupt leaves half-made would be taken for an environment the next time.
-    trap 'rm -rf "$VENV"; exit 130' INT TERM
-    if command -v uv >/dev/null && uv venv --quiet --python "$base" --allow-existing "$VENV" \
-        && uv pip install --quiet --python "$PYTHON" "${requirements[@]}"; then
+    trap 'exit 130' INT TERM HUP
+    say "Installing ${*} in $VENV (about 2 minutes, 6 GB)..."
+    if command -v uv >/dev/null &&
+        { ! $is_new || uv venv --quiet --python "$base" --allow-existing "$VENV"; } &&
+        uv pip install --quiet --python "$PYTHON" "${@/#/-r}"; then
         :
-    elif "$base" -m venv "$VENV" \
-        && "$PYTHON" -m pip install --quiet --disable-pip-version-check "${requirements[@]}"; then
+    elif { ! $is_new || "$base" -m venv "$VENV"; } &&
+        "$PYTHON" -m pip install --quiet --disable-pip-version-check "${@/#/-r}"; then
         :
     else
-        rm -rf "$VENV"
-        say "No environment could be made. Install python3-venv (Debian, Ubuntu) or uv, and see" \
-            "that the package registry can be reached; then run this again."
+        say "The packages could not be installed. Install python3-venv (Debian, Ubuntu) or uv, and" \
+            "check that the package registry can be reached. Then run this again."
         exit 1
     fi
-    trap - INT TERM
+    trap - EXIT INT TERM HUP
 }
