@@ -5,7 +5,8 @@
 FROM pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime
 WORKDIR /project
 COPY requirements.txt ./
-# The image's Python may be one that a distribution manages.
+# The image's Python may belong to a distribution, which pip would refuse. The image has no C compiler:
+# add one (apt-get install gcc) for --compile.
 RUN PIP_BREAK_SYSTEM_PACKAGES=1 pip install --no-cache-dir -r requirements.txt
 COPY *.py ./
 COPY utils utils

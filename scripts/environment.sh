@@ -28,7 +28,7 @@ read_flags() {
 # count_gpus PYTHON: print how many GPUs the torch of that Python can use. It may list more than
 # that: NVML counts GPUs for which the driver is too old.
 count_gpus() {
-    "$1" -W ignore -c '
+    PYTHONWARNINGS=ignore "$1" -c '
 import sys
 try:
     import torch
@@ -57,20 +57,19 @@ refuse_dangling() {
 # satisfied PYTHON FILE...: return whether that Python has what the requirements files ask for.
 satisfied() {
     command -v "$1" >/dev/null || return 1
-    "$1" - "${@:2}" 2>/dev/null <<'PYTHON_CODE'
+    "$1" - "${@:2}" <<'PYTHON_CODE'
 import sys
 from importlib.metadata import version
 
-from packaging.requirements import Requirement  # tensorboard depends on it
+try:
+    from packaging.requirements import Requirement  # tensorboard depends on it
 
-if sys.version_info < (3, 10):
+    lines = [line.strip() for file in sys.argv[1:] for line in open(file)]
+    wanted = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    found = [one.specifier.contains(version(one.name), prereleases=True) for one in wanted]
+except ImportError:  # packaging itself, or a package of the list
     sys.exit(1)
-for file in sys.argv[1:]:
-    for line in open(file):
-        if line.strip() and not line.startswith("#"):
-            wanted = Requirement(line)
-            if not wanted.specifier.contains(version(wanted.name), prereleases=True):
-                sys.exit(1)
+sys.exit(sys.version_info < (3, 10) or not all(found))
 PYTHON_CODE
 }
 

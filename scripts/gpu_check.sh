@@ -3,29 +3,27 @@
 #
 #   ./scripts/gpu_check.sh [--data-dir DIR] [--dry-run]
 #
-# Takes some twenty minutes and writes one report to hand on, runs/gpu-check-<date>/report.md. Ends
-# with status 1 if a part failed, and with 2 if there is no GPU. --dry-run prints the commands.
+# Takes some twenty minutes and writes one report, runs/gpu-check-<date>/report.md. Ends with status
+# 1 if a part failed, and with 2 if torch can use no GPU. --dry-run prints the commands.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/environment.sh
 source scripts/environment.sh
+read_flags scripts/gpu_check.sh "$@"
 
-data_dir=data dry_run=false
+data_dir=data
+set -- "${flags[@]}"
 while (($#)); do
     case $1 in
-        -h | --help) sed -n '2,7s/^# \{0,1\}//p' scripts/gpu_check.sh && exit ;;
-        --dry-run) dry_run=true ;;
         --data-dir) data_dir=${2:?--data-dir names a folder} && shift ;;
-        *) say "gpu_check.sh: error: $1 is none of its flags (--help)" && exit 2 ;;
+        *) fail "$1 is none of its flags (--help)" ;;
     esac
     shift
 done
 
-gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)
-if ((gpus == 0)); then
-    say "gpu_check.sh: error: nvidia-smi lists no GPU on this machine, and there is nothing to check"
-    exit 2
-fi
+# Before an environment of 6 GB is made: ROCm has its driver at /dev/kfd, and no nvidia-smi.
+[[ -e /dev/kfd ]] || nvidia-smi --list-gpus 2>/dev/null | grep -q '^GPU' ||
+    fail "nvidia-smi lists no GPU on this machine, and there is nothing to check"
 PYTHON=$(command -v python3 || true)
 dataset=mnist
 run_dir=runs/gpu-check-$(date +%Y%m%d-%H%M%S)
@@ -33,12 +31,10 @@ report=$run_dir/report.md
 if ! $dry_run; then
     satisfied "$PYTHON" requirements.txt requirements-dev.txt ||
         make_environment requirements.txt requirements-dev.txt
-    # Those that CUDA_VISIBLE_DEVICES leaves, and that this torch can use.
-    gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
-    if ((gpus == 0)); then
-        say "gpu_check.sh: error: torch sees no GPU (a CPU build, CUDA_VISIBLE_DEVICES, or the driver)"
-        exit 2
-    fi
+fi
+gpus=$(count_gpus "$PYTHON")
+((gpus > 0)) || fail "torch can use no GPU (a CPU build, CUDA_VISIBLE_DEVICES, or the driver)"
+if ! $dry_run; then
     mkdir -p "$run_dir"
     if ! "$PYTHON" scripts/tools/prepare_data.py mnist --data-dir "$data_dir"; then
         dataset=synthetic
@@ -67,7 +63,7 @@ part "Doctor" "${launcher[@]}" "$gpus" scripts/tools/doctor.py "${data[@]}"
 part "Tests" "$PYTHON" -m pytest -m gpu --all
 part "Benchmark" "$PYTHON" scripts/tools/benchmark.py --quick "${data[@]}" --output "$run_dir"
 
-# One epoch each, at the same global batch: it ends above 99 %.
+# One epoch each, at the same global batch.
 runs=("$run_dir/single")
 part "One GPU" "$PYTHON" train_single.py "${data[@]}" --no-progress --batch-size 96 \
     --run-dir "$run_dir/single"
@@ -81,7 +77,7 @@ fi
 part "Time to 99 %" "$PYTHON" scripts/tools/compare.py "${runs[@]}"
 
 $dry_run && exit
-say "" "The report is in $report."
+say $'\n'"The report is in $report."
 if ((${#failed[@]})); then
     say "Failed: $(printf '%s; ' "${failed[@]}")"
     exit 1

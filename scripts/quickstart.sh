@@ -1,31 +1,28 @@
 #!/usr/bin/env bash
-# From nothing to the comparison: train on one device, with DataParallel and with DDP, and print
-# the three side by side.
+# From nothing to the comparison: train on one device, with DataParallel and with DDP, half an epoch
+# each, and print the results side by side. Without a GPU, a core of the CPU is a device.
 #
 #   ./scripts/quickstart.sh [--data-dir DIR] [flag of the training scripts...]
 #
-# Uses the active Python where it has what requirements.txt asks for, and makes .venv otherwise.
+# Uses the active Python if it has what requirements.txt asks for, and makes .venv otherwise.
 set -euo pipefail
-case ${1:-} in -h | --help) sed -n '2,7s/^# \{0,1\}//p' "$0"; exit ;; esac
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/environment.sh
 source scripts/environment.sh
+read_flags scripts/quickstart.sh "$@"
 
 PYTHON=$(command -v python3 || true)
-if ! satisfied "$PYTHON" requirements.txt; then
-    make_environment requirements.txt
-fi
+satisfied "$PYTHON" requirements.txt || make_environment requirements.txt
 
-data_dir=data
-flags=("$@")
+data_dir=data dataset=
 for ((i = 0; i < ${#flags[@]}; i++)); do
     case ${flags[i]} in
         --data-dir) data_dir=${flags[i + 1]:-data} ;;
         --data-dir=*) data_dir=${flags[i]#*=} ;;
-        --dataset | --dataset=*) dataset_given=1 ;;
+        --dataset | --dataset=*) dataset=given ;;
     esac
 done
-if [[ -z ${dataset_given:-} ]]; then
+if [[ -z $dataset ]]; then
     say "Looking for MNIST in $data_dir, or downloading it..."
     if ! why=$("$PYTHON" scripts/tools/prepare_data.py mnist --data-dir "$data_dir" 2>&1); then
         say "${why#*error: }" "Going on with drawn digits (--dataset synthetic) instead."
@@ -34,40 +31,53 @@ if [[ -z ${dataset_given:-} ]]; then
     fi
 fi
 
-# Two devices of a kind: two GPUs, or two shares of the CPU.
-gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
-if ((gpus >= 2)); then
-    where="two GPUs"
-    dp=(--devices "0,1")
-    ddp=(--devices "0,1")
-    single=(--devices 0)
-else
-    where="the CPU's cores"
-    single=(--device cpu)
-    dp=(--device cpu --replicas 2)
-    ddp=(--device cpu)
-fi
 run_dir=runs/quickstart-$(date +%Y%m%d-%H%M%S)
-say "Training for one epoch each on $where, always 96 images a step."
-# What this shell and its programs use of the CPU: the rest is other programs'.
+runs=()
+# train NAME COMMAND...: run a training script, with the flags that all of them have.
+train() {
+    runs+=("$run_dir/$1")
+    "${@:2}" --run-dir "$run_dir/$1" --epochs 0.5 "${flags[@]}"
+}
+launcher=("$PYTHON" -m torch.distributed.run --standalone --nproc_per_node)
+single=("$PYTHON" train_single.py --batch-size 96)
+dp=("$PYTHON" train_dp.py --batch-size 48)
+ddp=("${launcher[@]}" 2 train_ddp.py --batch-size 48)
+gpus=$(count_gpus "$PYTHON")
+device="GPU" go_on=("${single[@]}" --run-dir "$run_dir/single")
+if ((gpus > 0)); then
+    single+=(--devices 0) dp+=(--devices "0,1") ddp+=(--devices "0,1")
+else
+    device="core of the CPU" go_on=("${single[@]}" --run-dir "$run_dir/both-cores")
+    single+=(--device cpu --threads 1)
+    dp+=(--device cpu --replicas 2 --threads 2)
+    ddp+=(--device cpu --threads 1)
+fi
+say "Training for half an epoch each, always 96 images a step. A device is a $device."
+# What this shell and its programs use of the CPU: the rest is what other programs use.
 read -ra usage < <("$PYTHON" scripts/tools/compare.py --usage-of $$)
 
-say "" "1. One device: python train_single.py"
-"$PYTHON" train_single.py --run-dir "$run_dir/single" --batch-size 96 "${single[@]}" "${flags[@]}"
-say "" "2. DataParallel, one process: python train_dp.py"
-"$PYTHON" train_dp.py --run-dir "$run_dir/dp" --batch-size 48 "${dp[@]}" "${flags[@]}"
-say "" "3. DistributedDataParallel, two processes: torchrun --standalone --nproc_per_node 2 train_ddp.py"
-# torchrun warns that it sets this; the script shares out the cores itself (--threads).
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-"$PYTHON" -m torch.distributed.run --standalone --nproc_per_node 2 \
-    train_ddp.py --run-dir "$run_dir/ddp" --batch-size 48 "${ddp[@]}" "${flags[@]}"
+say $'\n'"One device: python train_single.py"
+train single "${single[@]}"
+if ((gpus == 1)); then
+    say $'\n'"There is one GPU here. DataParallel and DDP divide each batch among GPUs, so they need two."
+else
+    say $'\n'"Two devices, DataParallel, one process: python train_dp.py"
+    train dp "${dp[@]}"
+    say $'\n'"Two devices, DDP, two processes: torchrun --standalone --nproc_per_node 2 train_ddp.py"
+    # torchrun prints a banner when it sets this itself. The script divides the cores (--threads).
+    OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} train ddp "${ddp[@]}"
+fi
+if ((gpus == 0)); then
+    say $'\n'"Both cores without data parallelism: python train_single.py --threads 2"
+    train both-cores "$PYTHON" train_single.py --batch-size 96 --device cpu --threads 2
+fi
 
-"$PYTHON" scripts/tools/compare.py "$run_dir"/{single,dp,ddp} --usage-of $$ --since "${usage[@]}"
-[[ $PYTHON != "$VENV/bin/python" ]] || say "" "Once in each shell:  source $VENV/bin/activate"
+"$PYTHON" scripts/tools/compare.py "${runs[@]}" --usage-of $$ --since "${usage[@]}"
+[[ $PYTHON != "$VENV/bin/python" ]] || say $'\n'"Once in each shell:  source $VENV/bin/activate"
 cat <<END
 
 What next:
   see the curves    $PYTHON -m tensorboard.main --logdir $run_dir
-  go on training    $PYTHON train_single.py --run-dir $run_dir/single --batch-size 96 ${single[*]} ${flags[*]} --epochs 3 --resume
+  go on training    $(printf '%q ' "${go_on[@]}" "${flags[@]}")--epochs 3 --resume
   your own model    add a line to MODELS in models.py, and train it with --model NAME
 END

@@ -2,8 +2,8 @@
 
     python scripts/tools/compare.py runs/quickstart-20260101-120000/{single,dp,ddp}
 
-The first run is what the speed-up of the others is counted from. quickstart.sh also has it say
-whether other programs kept the machine busy meanwhile.
+The speed-up counts from the first run. quickstart.sh also asks whether other programs kept the
+machine busy meanwhile.
 """
 
 import argparse
@@ -14,35 +14,35 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("technique", "devices", "threads", "accuracy", "images/s", "speed-up", "seconds", "memory")
+# Speed and accuracy are compared between runs in which these are the same.
+ALIKE = ("dataset", "model", "global_batch_size", "global_step", "amp", "torch_version")
+BUSY = 0.05  # of the machine; more spoils a figure
 READING = """\
 How to read it:
-  accuracy    of the same 96 images a step: what differs is random shifts and the images over which
-              a batch is normalised; data parallelism changes the speed, not the result
+  accuracy    after as many steps of {global_batch_size} images each; data parallelism changes the
+              speed, not the result. What differs is random shifts, and the images over which a
+              batch is normalised
   images/s    training speed over all devices, without the first steps, start-up and evaluation
-  speed-up    against the first row. DP copies the network for every batch, DDP sums gradients:
+  speed-up    against the first row. DP copies the network for every batch, DDP averages gradients:
               with a network this small either may lose to one device, so measure your own
   seconds     from the start of a training process to its end; torchrun adds some of its own
-  memory      the most that the processes held, added up; what they share counts in each; of DP's
-              GPUs that of the first"""
-
-BUSY = 0.05  # of the machine; more spoils a figure
+  memory      the most that the processes held, added up; what they share counts in each of them.
+              For DP on GPUs it is the memory of the first GPU"""
 
 
 def read_usage(pid: int) -> list[float]:
     """Return seconds of all CPUs, those in use, and those that a process and its children used.
 
-    Of children only those that have ended and were waited for. See proc(5); elsewhere than on Linux
-    all are 0.
+    Only children that have ended count, see proc(5). Without /proc all three are 0.
     """
     try:
         words = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
         own = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
     except OSError:
         return [0.0, 0.0, 0.0]
-    ticks = [int(word) / os.sysconf("SC_CLK_TCK") for word in words]
-    idle = ticks[3] + ticks[4]
-    used = sum(map(int, own)) / os.sysconf("SC_CLK_TCK")
-    return [sum(ticks), sum(ticks) - idle, used]
+    tick = os.sysconf("SC_CLK_TCK")
+    ticks = [int(word) / tick for word in words]
+    return [sum(ticks), sum(ticks) - ticks[3] - ticks[4], sum(map(int, own)) / tick]
 
 
 def describe_others(before: list[float], after: list[float]) -> str:
@@ -52,60 +52,64 @@ def describe_others(before: list[float], after: list[float]) -> str:
     if share <= BUSY:
         return ""
     return (
-        f"\nOther programs took {share:.0%} of this machine's CPU time meanwhile: these figures are"
-        " not worth\nmuch, and the order may be turned round, since threads of one process that"
-        " wait for each other\nsuffer most. Try again when it is quiet."
+        f"Other programs took {share:.0%} of this machine's CPU time meanwhile, so these figures\n"
+        "prove little. Try again when the machine is quiet."
     )
 
 
-# What a summary has to hold for the table, each a number, a text or a list of numbers.
-NUMBERS = ("world_size", "num_devices", "threads", "test_accuracy", "total_seconds")
-TEXTS = ("technique", "device")
-MAX_BYTES = 2**20  # a thousand times what it takes
+def describe_devices(summaries: list[dict[str, Any]]) -> str:
+    """Return what a device is in the table."""
+    first = summaries[0]
+    if first["device"] != "cpu":
+        return f"A device is a GPU ({first['device']})."
+    if first["threads"] * first["world_size"] != first["num_devices"]:
+        return "The rows share the threads of one CPU."
+    text = "No GPU took part: a device is a core of the CPU."
+    for cores in {s["threads"] for s in summaries if is_whole_cpu(s, first)}:
+        text += f"\nsingle on {cores} cores is one process without data parallelism: each operation"
+        text += "\nruns on all of these cores. Several GPUs do not work together in this way."
+    return text
+
+
+def is_whole_cpu(summary: dict[str, Any], baseline: dict[str, Any]) -> bool:
+    """Return whether a single run has more cores than the first run, where a core is a device."""
+    return (
+        summary["technique"] == "single"
+        and summary["device"] == "cpu"
+        and baseline["threads"] == 1 < summary["threads"]
+    )
+
+
+def find_differences(summaries: list[dict[str, Any]]) -> list[str]:
+    """Return in what these runs differ so that their speeds cannot be compared."""
+    found = {name: [str(s.get(name)) for s in summaries] for name in ALIKE}
+    found["resumed_from"] = [str(s.get("resumed_from") or "the start") for s in summaries]
+    return [f"{name} ({', '.join(v)})" for name, v in found.items() if len({*v}) > 1]
 
 
 def read_summary(folder: str) -> dict[str, Any]:
-    """Read a run's summary; end with one line where it is none."""
+    """Read a run's summary; end with one line if there is none."""
     path = Path(folder) / "summary.json"
     try:
-        if path.exists() and not path.is_file():  # a pipe would be waited for without an end
-            raise ValueError("no file")
-        with open(path, "rb") as file:
-            summary = json.loads(file.read(MAX_BYTES))
-        if not is_summary(summary):
-            raise ValueError("something is missing, or of another kind")
-        return summary
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        summary = json.loads(path.read_text())
+        build_row(summary, summary, is_alike=True)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = getattr(error, "strerror", None) or "something is missing in it"
         sys.exit(f"compare.py: error: {str(path)!r}: {reason}; is it the folder of a complete run?")
+    return summary
 
 
-def is_summary(content: Any) -> bool:
-    """Tell whether a file holds what the table shows."""
-    if not isinstance(content, dict):
-        return False
-    speed, memory = content.get("train_images_per_second"), content.get("peak_memory_bytes")
-    numbers = [content.get(name) for name in NUMBERS] + [0 if speed is None else speed]
-    texts = [content.get(name) for name in TEXTS]
-    return (
-        isinstance(memory, list)
-        and all(type(number) in (int, float) for number in numbers + memory)
-        and all(isinstance(text, str) and text.isprintable() for text in texts)
-    )
-
-
-def row(summary: dict[str, Any], baseline: dict[str, Any]) -> list[str]:
+def build_row(summary: dict[str, Any], baseline: dict[str, Any], is_alike: bool) -> list[str]:
     speed, reference = (s["train_images_per_second"] for s in (summary, baseline))
-    processes = summary["world_size"]
-    devices = f"{summary['num_devices']} x {summary['device']}"
-    threads = f"{processes} x {summary['threads']}" if processes > 1 else str(summary["threads"])
+    processes, threads = summary["world_size"], summary["threads"]
+    on_cores = f" on {threads} cores" if is_whole_cpu(summary, baseline) else ""
     return [
-        summary["technique"],
-        devices,
-        threads,
+        summary["technique"] + on_cores,
+        f"{summary['num_devices']} x {summary['device']}",
+        f"{processes} x {threads}" if processes > 1 else str(threads),
         f"{summary['test_accuracy']:.2%}",
         f"{speed:,.0f}" if speed else "-",
-        f"{speed / reference:.2f} x" if speed and reference else "-",
+        f"{speed / reference:.2f} x" if speed and reference and is_alike else "-",
         f"{summary['total_seconds']:.1f}",
         f"{sum(summary['peak_memory_bytes']) / 2**20:,.0f} MB",
     ]
@@ -123,15 +127,20 @@ def main() -> int:
         print(*read_usage(args.usage_of))
         return 0
     summaries = [read_summary(folder) for folder in args.runs]
-    rows = [list(NAMES), *(row(summary, summaries[0]) for summary in summaries)]
+    differences = find_differences(summaries)
+    rows = [NAMES, *(build_row(s, summaries[0], not differences) for s in summaries)]
     widths = [max(len(cells[i]) for cells in rows) for i in range(len(NAMES))]
     print()
     for cells in rows:
         left = cells[0].ljust(widths[0])
         print("  ".join([left, *(c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True))]))
+    print(f"\n{describe_devices(summaries)}")
     if args.since:
         print(describe_others(args.since, read_usage(args.usage_of)))
-    print(f"\n{READING}")
+    if differences:
+        print(f"\nThese runs are not alike, so no row has a speed-up: {'; '.join(differences)}.")
+    else:
+        print(f"\n{READING.format_map(summaries[0])}")
     return 0
 
 
