@@ -25,7 +25,7 @@ done
 if [[ -z $dataset ]]; then
     say "Looking for MNIST in $data_dir, or downloading it..."
     if ! why=$("$PYTHON" scripts/tools/prepare_data.py mnist --data-dir "$data_dir" 2>&1); then
-        say "${why#*error: }" "Going on with drawn digits (--dataset synthetic) instead."
+        say "${why#*error: }"$'\n'"Going on with drawn digits (--dataset synthetic) instead."
         flags+=(--dataset synthetic)
         "$PYTHON" scripts/tools/prepare_data.py synthetic --data-dir "$data_dir"
     fi
