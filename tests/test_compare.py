@@ -1,47 +1,54 @@
-"""The table of the quick start says when other programs took a share of the machine."""
+"""The table of the quick start: what it compares, and when its figures prove little."""
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
-from types import ModuleType
 
+import compare
 import pytest
 
-from tests.processes import ROOT, run
+from tests.processes import ROOT, error_line, run, succeed
 
 SCRIPT = ROOT / "scripts" / "tools" / "compare.py"
+RUN = {"technique": "single", "dataset": "mnist", "model": "convnet", "amp": "off", "device": "cpu"}
+RUN |= {"global_batch_size": 96, "global_step": 312, "torch_version": "2.15", "resumed_from": None}
+RUN |= {"world_size": 1, "num_devices": 1, "threads": 1, "test_accuracy": 0.99}
+RUN |= {"train_images_per_second": 4000.0, "total_seconds": 9.0, "peak_memory_bytes": [2**20]}
+DDP = RUN | {"technique": "ddp", "num_devices": 2, "world_size": 2, "train_images_per_second": 6e3}
 
 
-@pytest.fixture
-def compare() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("compare", SCRIPT)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def tell(folder, *runs):
+    for i, content in enumerate(runs):
+        (folder / str(i)).mkdir()
+        (folder / str(i) / "summary.json").write_text(json.dumps(content))
+    return succeed(run(sys.executable, SCRIPT, *(folder / str(i) for i in range(len(runs))))).stdout
 
 
-@pytest.mark.parametrize(
-    ("after", "words"),
-    [
-        ([100.0, 60.0, 58.0], ""),  # of 100 s we took 58, and others 2
-        ([100.0, 60.0, 20.0], "Other programs took 40% of this machine's CPU time"),
-        ([0.0, 0.0, 0.0], ""),  # no /proc
-        ([100.0, 60.0, 61.0], ""),  # rounded to ticks
-    ],
-)
-def test_a_busy_machine_is_told(compare: ModuleType, after: list[float], words: str) -> None:
-    told = compare.describe_others([0.0, 0.0, 0.0], after)
-    assert words in told
-    assert bool(told) == bool(words)
+def test_runs_that_are_alike_have_a_speed_up(tmp_path):
+    told = tell(tmp_path, RUN, DDP)
+    assert "1.50 x" in told
+    assert "No GPU took part: a device is a core of the CPU." in told
+    assert "steps of 96 images" in told
 
 
-@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="needs /proc")
-def test_what_children_used_is_ours(compare: ModuleType) -> None:
+@pytest.mark.parametrize(("name", "value"), [("model", "mlp"), ("global_step", 20)])
+def test_runs_that_are_not_alike_have_none_and_it_says_why(name, value, tmp_path):
+    told = tell(tmp_path, RUN | {"device": "cuda"}, DDP | {name: value})
+    assert f"not alike, so no row has a speed-up: {name} ({RUN[name]}, {value})" in told
+    assert "A device is a GPU (cuda)." in told
+    assert "1.50 x" not in told
+    assert "How to read it" not in told
+
+
+def test_a_busy_machine_is_told():
+    nothing, total, busy = [0.0, 0.0, 0.0], 100.0, 60.0
+    assert compare.describe_others(nothing, [total, busy, 58.0]) == ""
+    told = compare.describe_others(nothing, [total, busy, 20.0])
+    assert "Other programs took 40%" in told
+
+
+def test_what_children_used_is_ours():
     begin = compare.read_usage(os.getpid())
     work = "import time\nend = time.process_time() + 1\nwhile time.process_time() < end: pass"
     subprocess.run([sys.executable, "-c", work], timeout=60, check=True)
@@ -50,41 +57,9 @@ def test_what_children_used_is_ours(compare: ModuleType) -> None:
     assert busy > 0.5
 
 
-def test_the_usage_is_printed_for_the_shell() -> None:
-    ended = run(sys.executable, SCRIPT, "--usage-of", os.getpid(), timeout=30)
-    assert ended.returncode == 0, ended.text
-    assert len([float(word) for word in ended.stdout.split()]) == 3
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["{}", "[1]", "null", '"text"', "[" * 100_000, "no JSON", b"\xff", None, "a pipe", "escapes"],
-    ids=str,
-)
-def test_what_is_no_summary_is_one_line(
-    content: str | bytes | None,
-    compare: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    path = tmp_path / "summary.json"
-    if content == "a pipe":
-        os.mkfifo(path)
-    elif content == "escapes":
-        numbers = dict.fromkeys(compare.NUMBERS, 1) | {"train_images_per_second": 1.0}
-        texts = {"technique": "\x1b[31m\nddp", "device": "cpu", "peak_memory_bytes": [1]}
-        path.write_text(json.dumps(numbers | texts))
-    elif content is not None:
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    monkeypatch.setattr(sys, "argv", ["compare.py", str(tmp_path)])
-    with pytest.raises(SystemExit) as ended:
-        compare.main()
-    line = str(ended.value.code)
-    assert line.startswith(f"compare.py: error: '{path}': ")
-    assert line.isprintable()
-
-
-def test_without_runs_it_says_what_to_name() -> None:
-    ended = run(sys.executable, SCRIPT, timeout=30)
-    assert ended.returncode == 2
-    assert "name the folders of complete runs" in ended.stderr
+@pytest.mark.parametrize("content", ["{}", "no JSON", None])
+def test_what_is_no_summary_is_one_line(content, tmp_path):
+    if content:
+        (tmp_path / "summary.json").write_text(content)
+    line = error_line(run(sys.executable, SCRIPT, tmp_path), status=1)
+    assert line.startswith(f"compare.py: error: '{tmp_path}/summary.json': ")
