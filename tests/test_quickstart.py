@@ -71,7 +71,7 @@ def test_quickstart_compares_the_three(copy, synthetic_dir):
         assert words in ended.stdout
     # What it advises can be copied.
     line = next(line for line in ended.stdout.splitlines() if "--resume" in line)
-    succeed(run(*shlex.split(line)[2:], cwd=copy))
+    succeed(run(*shlex.split(line)[3:], cwd=copy))
 
 
 @pytest.mark.slow
