@@ -12,11 +12,4 @@ source scripts/environment.sh
 read_flags scripts/test.sh "$@"
 
 make_environment requirements.txt requirements-dev.txt
-PATH=$(cd "$VENV/bin" && pwd):$PATH
-ruff check .
-ruff format --check .
-shellcheck scripts/*.sh scripts/slurm.sbatch .ci/run
-mypy
-# Three at once for two cores, since many tests wait for a while. The tests of a file share what
-# they prepare, so a file stays together.
-python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder "${flags[@]}"
+PATH=$(cd "$VENV/bin" && pwd):$PATH make check PYTHON=python PYTEST_FLAGS="${flags[*]}"
