@@ -14,6 +14,7 @@ the parent are as usual. Each fork leaves a server behind, which its own process
 import _posixsubprocess
 import atexit
 import builtins
+import contextlib
 import ctypes
 import fcntl
 import gc
@@ -48,12 +49,10 @@ PRELOADED = """
 """
 QUIET = [getattr(signal, f"SIG{name}") for name in ("INT", "TERM", "HUP", "USR1", "USR2")]
 ROOM = " " * 2**16  # in which a fork shows readers of /proc its own arguments and environment
-PR_SET_CHILD_SUBREAPER = 36
-ABOVE = 500  # all descriptors that a fork is given
+PR_SET_CHILD_SUBREAPER, ABOVE = 36, 500  # ABOVE all descriptors that a fork is given
 
 _real_fork_exec = _posixsubprocess.fork_exec
-_server, _owner, _early = None, 0, {}
-_lock = threading.Lock()
+_server, _owner, _early, _lock = None, 0, {}, threading.Lock()
 
 
 def install(environment):
@@ -218,7 +217,8 @@ def end(status):
     atexit._run_exitfuncs()
     sys.modules["__main__"].__dict__.clear()
     gc.collect()  # all that is older than the program is frozen
-    sys.stdout.flush()
+    with contextlib.suppress(OSError, ValueError):  # full, or closed
+        sys.stdout.flush()
     os._exit((status or 0) & 0xFF)
 
 

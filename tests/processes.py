@@ -140,13 +140,21 @@ def torchrun(processes, name, *args):
 
 
 def command(technique, processes, *flags):
-    """Return a training command on that many devices."""
+    """Return a training command on that many devices; ``gpus`` is DataParallel on GPUs."""
+    if technique == "gpus":
+        return script("train_dp.py", *flags)
     if technique == "ddp":
         return torchrun(processes, "train_ddp.py", *flags)
     if technique == "spawn":
         return script("train_ddp.py", "--nprocs", processes, *flags)
     replicas = ["--replicas", processes] if technique == "dp" else []
     return script(f"train_{technique}.py", *replicas, *flags)
+
+
+def through(helper, words):
+    """Return a training command in which a file of tests/ runs the script."""
+    at = next(i for i, word in enumerate(words) if isinstance(word, Path))
+    return [*words[:at], ROOT / "tests" / helper, words[at].name, *words[at + 1 :]]
 
 
 def flags(data_dir, run_dir, *extra):
