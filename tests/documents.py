@@ -1,8 +1,7 @@
 """Read the documents: their headings, code blocks, tables, links and commands."""
 
 import re
-from dataclasses import dataclass
-from pathlib import Path
+from collections import namedtuple
 
 from tests.processes import ROOT
 
@@ -15,41 +14,29 @@ VARIABLE = r"[A-Z_0-9]+=(?:\"[^\"]*\"|\S*)"
 RUNS = re.compile(rf"(?:{VARIABLE} )*(?:\S*/)?(?:python|torchrun|srun|sbatch|mpirun) ")
 
 
-@dataclass(frozen=True)
-class Block:
-    """A fenced code block: its language and what it holds."""
-
-    language: str
-    text: str
+Block = namedtuple("Block", "language text")  # a fenced code block
+# What stands under a heading, up to the next one of any level; the code blocks taken out.
+Section = namedtuple("Section", "level title text")
 
 
-@dataclass(frozen=True)
-class Section:
-    """What stands under a heading, up to the next one of any level; the code blocks taken out."""
-
-    level: int
-    title: str
-    text: str
-
-
-def translation(path: Path) -> Path:
+def translation(path):
     return path.with_name(path.name.removesuffix(".md") + CHINESE)
 
 
-def name_of(path: Path) -> str:
+def name_of(path):
     return str(path.relative_to(ROOT))
 
 
-def blocks(path: Path) -> list[Block]:
+def blocks(path):
     return [Block(*found) for found in FENCE.findall(path.read_text(encoding="utf-8"))]
 
 
-def prose(path: Path) -> str:
+def prose(path):
     """Return a document without its code blocks."""
     return FENCE.sub("", path.read_text(encoding="utf-8"))
 
 
-def sections(path: Path) -> list[Section]:
+def sections(path):
     parts = re.split(r"^(#+) (.*)$", prose(path), flags=re.MULTILINE)[1:]
     return [
         Section(len(marks), title, text)
@@ -57,13 +44,13 @@ def sections(path: Path) -> list[Section]:
     ]
 
 
-def section(path: Path, title: str) -> Section:
+def section(path, title):
     return next(found for found in sections(path) if found.title.startswith(title))
 
 
-def anchors(path: Path) -> set[str]:
+def anchors(path):
     """Return the anchors that GitHub gives the headings."""
-    found: list[str] = []
+    found = []
     for part in sections(path):
         slug = re.sub(r"[^\w\- ]", "", part.title.lower()).replace(" ", "-")
         count = sum(other.rpartition("-")[0] == slug or other == slug for other in found)
@@ -71,23 +58,23 @@ def anchors(path: Path) -> set[str]:
     return set(found)
 
 
-def links(text: str) -> list[str]:
+def links(text):
     return re.findall(r"\]\(([^)\s]+)\)", text)
 
 
-def spans(text: str) -> list[str]:
+def spans(text):
     """Return the inline code of a text."""
     return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]
 
 
-def rows(text: str) -> list[list[str]]:
+def rows(text):
     """Return the cells of each table row; a table's ruler is left out."""
     lines = [line.strip() for line in text.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
     return [row for row in cells if not re.fullmatch(r"[-|: ]+", "".join(row))]
 
 
-def without_comments(block: Block) -> str:
+def without_comments(block):
     """Return what a program reads of a block, and of a picture its form: no words."""
     if block.language == "mermaid":
         return re.sub(r'"[^"]*"', '""', block.text)
@@ -99,7 +86,7 @@ def without_comments(block: Block) -> str:
     return block.text
 
 
-def commands_of(block: Block) -> list[str]:
+def commands_of(block):
     """Return the commands of a bash block, one a line."""
     if block.language != "bash":
         return []
@@ -107,7 +94,7 @@ def commands_of(block: Block) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def inline_commands(text: str) -> list[str]:
+def inline_commands(text):
     """Return the code spans that are whole commands, not mere names of files or flags."""
     return [
         span
@@ -118,7 +105,7 @@ def inline_commands(text: str) -> list[str]:
     ]
 
 
-def docstring_commands(path: Path) -> list[str]:
+def docstring_commands(path):
     """Return the commands in the docstring at the head of a script."""
     docstring = path.read_text(encoding="utf-8").partition('"""')[2].partition('"""')[0]
     lines = (re.sub(r"\s+# .*$", "", line).strip() for line in docstring.splitlines())

@@ -1,11 +1,9 @@
-"""A training script on a data set, a network and a task of one's own: OWN=which.
+"""A training script on data, a network and a task of one's own, as the README has a user edit it.
 
 OWN=colour100 python tests/own.py train_single.py --max-steps 40 ...
 
-grey20: 20 classes of grey images; colour100: 100 classes of colour images of 32 x 32 pixels;
-regression: two numbers to predict from an image; depth: a network of which each training step uses
-other layers; uneven: one of which rank 1 leaves out a layer. What stands here is what the README
-has a user edit.
+colour100: 100 classes of colour images of 32 x 32; regression: two numbers from an image; depth:
+each training step uses other layers of the network; uneven: so does each rank.
 """
 
 import os
@@ -17,18 +15,18 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+from torch import nn  # noqa: E402
 
 import data  # noqa: E402
 import models  # noqa: E402
-from utils import engine  # noqa: E402
+from utils import evaluation  # noqa: E402
 from utils.datasets.sources import SOURCES, Source  # noqa: E402
 
 WHICH = os.environ["OWN"]
-CLASSES = {"grey20": 20, "colour100": 100, "regression": 0, "depth": 10, "uneven": 10}[WHICH]
+CLASSES = {"colour100": 100, "regression": 0, "depth": 10, "uneven": 10}[WHICH]
 
 
-def load(name: str, data_dir: str, *rest: object) -> tuple[data.ImageSet, data.ImageSet]:
+def load(name, data_dir):
     """Make images with a bright spot, whose place is the label."""
     generator = torch.Generator().manual_seed(0)
     shape = (3, 32, 32) if WHICH == "colour100" else (28, 28)
@@ -41,22 +39,19 @@ def load(name: str, data_dir: str, *rest: object) -> tuple[data.ImageSet, data.I
         image[..., 2 * row + 3 : 2 * row + 6, 2 * column + 3 : 2 * column + 6] = 255
     if not CLASSES:
         labels = torch.stack([columns, rows], 1) / 10
-    return (
-        data.ImageSet(images[:2400], labels[:2400]),
-        data.ImageSet(images[2400:], labels[2400:]),
-    )
+    return data.ImageSet(images[:2400], labels[:2400]), data.ImageSet(images[2400:], labels[2400:])
 
 
 class Depth(nn.Module):
     """Leaves out one of its two layers in each training step."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.stem, self.head = nn.Linear(784, 32), nn.Linear(32, 10)
         self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
         self.steps = 0
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images):
         x = self.stem(images.flatten(1)).relu()
         for number, layer in enumerate(self.layers):
             # The same on every rank: who draws here would have ranks with different graphs.
@@ -69,7 +64,7 @@ class Depth(nn.Module):
         return self.head(x)
 
 
-def build() -> nn.Module:
+def build():
     if WHICH in ("depth", "uneven"):
         return Depth()
     if WHICH == "colour100":
@@ -80,9 +75,7 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(784, CLASSES or 2))
 
 
-def regression(
-    outputs: Tensor, targets: Tensor, label_smoothing: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def regression(outputs, targets, label_smoothing=0.0):
     loss = nn.functional.mse_loss(outputs, targets)
     return loss, (outputs.detach() - targets).abs().amax(1) < 0.2
 
@@ -94,6 +87,6 @@ if __name__ == "__main__":
     data.load_dataset = load
     models.MODELS["mine"] = build
     if WHICH == "regression":
-        engine.loss_and_correct = regression
+        models.loss_and_correct = evaluation.loss_and_correct = regression
     sys.argv = sys.argv[1:]
     runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")

@@ -3,7 +3,6 @@
 import ast
 import io
 import tokenize
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -20,18 +19,18 @@ NO_CODE = {
 }
 
 
-def code_lines(source: str) -> list[tuple[int, str]]:
+def code_lines(source):
     """Return (line number, line) of what is neither import, docstring, comment nor blank."""
-    skipped: set[int] = set()
+    skipped = set()
     for node in ast.walk(ast.parse(source)):
-        parts: list[ast.stmt] = [node] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        parts = [node] if isinstance(node, ast.Import | ast.ImportFrom) else []
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
             node
         ):
             parts.append(node.body[0])
         for part in parts:
             skipped.update(range(part.lineno, (part.end_lineno or part.lineno) + 1))
-    kept: set[int] = set()
+    kept = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in NO_CODE:
             kept.update(range(token.start[0], token.end[0] + 1))
@@ -39,11 +38,11 @@ def code_lines(source: str) -> list[tuple[int, str]]:
     return [(number, lines[number - 1]) for number in sorted(kept - skipped)]
 
 
-def count(paths: list[Path]) -> int:
+def count(paths):
     return sum(len(code_lines(path.read_text())) for path in paths)
 
 
-def imports(path: Path) -> Iterator[tuple[str, bool]]:
+def imports(path):
     """Yield each module of this project that a file imports, and whether inside a function."""
     tree = ast.parse(path.read_text())
     top = {id(node) for node in tree.body}
@@ -59,7 +58,7 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
                 yield module, id(node) not in top
 
 
-def module_of(name: str) -> str | None:
+def module_of(name):
     """Return the module of this project that a dotted name stands for or lies in."""
     parts = name.split(".")
     for length in (len(parts), len(parts) - 1):

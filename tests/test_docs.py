@@ -29,13 +29,6 @@ README, DOCS = ROOT / "README.md", ROOT / "docs"
 RUNNING, TROUBLESHOOTING = DOCS / "running.md", DOCS / "troubleshooting.md"
 MAX_LINES = {"README": 200, "concepts": 450}
 LESSONS = sorted(path.stem for path in (ROOT / "scripts" / "lessons").glob("[a-z]*.py"))
-# Others build on these names in summary.json.
-CONTRACT = """
-    script technique dataset model parameters world_size num_devices device backend batch_size
-    global_batch_size epochs global_step seed test_correct test_count test_accuracy test_loss
-    train_images_per_second startup_seconds train_seconds total_seconds peak_memory_bytes
-    weights_sha256 torch_version resumed_from
-""".split()
 
 
 # Links and languages
@@ -151,11 +144,6 @@ def test_the_tables_of_flags_are_the_parsers():
             assert float(told[name]) == default, name
         elif isinstance(default, str):
             assert told[name] == default, name
-
-
-def test_every_key_of_the_summary_is_listed():
-    text = RUNNING.read_text()
-    assert [key for key in CONTRACT if f"`{key}`" not in text] == []
 
 
 def test_the_launch_table_has_the_commands_that_are_tested():
