@@ -1,0 +1,131 @@
+"""The arithmetic of a step: learning rates, momentum, random numbers, sums."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import data
+import models
+from tests import processes
+from utils import optim
+from utils.device import Precision, seed_step
+from utils.errors import UsageError
+from utils.evaluation import evaluate
+from utils.metrics import Metrics
+
+CPU = torch.device("cpu")
+
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+
+
+def test_learning_rate_scaling():
+    assert optim.scale_lr(0.1, "none", 512, 64) == 0.1
+    assert optim.scale_lr(0.1, "linear", 512, 64) == pytest.approx(0.8)
+    assert optim.scale_lr(0.1, "sqrt", 256, 64) == pytest.approx(0.2)
+    rates = [optim.scale_lr(0.1, "capped-linear", size, 96) for size in (48, 96, 384, 768, 6144)]
+    assert rates == pytest.approx([0.05, 0.1, 0.4, 0.4, 0.4])
+
+
+def test_the_schedule_warms_up_and_ends_at_zero():
+    optimizer = torch.optim.SGD(linear().parameters(), lr=2.0)
+    schedule = optim.Schedule(optimizer, epoch_size=1000, epochs=5, warmup_epochs=1)
+    factors = [schedule.factor(images) for images in range(0, 5001, 50)]
+    assert factors[0] == optim.WARMUP_START
+    assert schedule.factor(1000) == 1.0
+    assert factors[-1] == pytest.approx(0, abs=1e-9)
+    peak = factors.index(max(factors))
+    assert factors == sorted(factors[:peak]) + sorted(factors[peak:], reverse=True)
+    schedule.set(3000)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1.0)
+    short = optim.Schedule(optimizer, epoch_size=1000, epochs=1, warmup_epochs=1)
+    assert short.warmup_samples == 300
+
+
+def test_momentum_that_is_there_from_the_start_changes_nothing():
+    """It is there for a layer whose first gradient comes late, on which the fused SGD fails."""
+    ours, theirs = linear(), linear()
+    optimizer = optim.build_optimizer(ours, 0.1, 0.9, 5e-4)
+    reference = torch.optim.SGD(
+        theirs.parameters(), 0.1, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True
+    )
+    for _ in range(3):
+        images = torch.randn(8, 1, 28, 28)
+        for model, step in ((ours, optimizer), (theirs, reference)):
+            step.zero_grad()
+            model(images).square().mean().backward()
+            step.step()
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+    late = nn.Linear(2, 2)
+    optimizer = optim.build_optimizer(nn.ModuleList([late, linear()]), 0.1, 0.9, 0.0)
+    optimizer.step()
+    late(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+def test_random_numbers_come_from_seed_rank_and_position():
+    def draw(*place):
+        seed_step(CPU, *place)
+        return float(torch.rand(1))
+
+    places = [(seed, rank, samples) for seed in (0, 1) for rank in (0, 1) for samples in (0, 96)]
+    assert [draw(*place) for place in places] == [draw(*place) for place in places]
+    assert len({draw(*place) for place in places}) == len(places)
+
+
+def test_evaluation_sums_exactly_and_leaves_the_model_as_it_is():
+    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(784), nn.Linear(784, 10))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    images = torch.randint(256, (40, 28, 28), dtype=torch.uint8)
+    labels = torch.randint(10, (40,))
+    transform, results = data.Transform(CPU, "mnist"), []
+    for size in (1, 7, 40):
+        batches = zip(images.split(size), labels.split(size), strict=True)
+        found = evaluate(model, batches, transform, Precision(CPU, "off"))
+        results.append((found.correct, found.count, pytest.approx(found.loss, rel=1e-5)))
+    assert results[0] == results[1] == results[2]
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_nothing_counted_is_not_a_number():
+    metrics = Metrics(CPU)
+    assert metrics.loss != metrics.loss
+    assert metrics.accuracy != metrics.accuracy
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets"),
+    [((8, 1), torch.zeros(8, 1)), ((8, 10), torch.zeros(8, 10)), ((8, 10), torch.zeros(8).int())],
+)
+def test_targets_of_another_kind_are_told(outputs, targets):
+    with pytest.raises(UsageError, match="cross-entropy takes class numbers") as caught:
+        models.loss_and_correct(torch.zeros(outputs), targets)
+    assert "\n" not in str(caught.value)
+
+
+# Prints how many pages a training step of convnet asks the kernel for, on average.
+PAGE_FAULTS = """
+import resource, torch, models
+from utils.device import setup_device
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+setup_device(torch.device("cpu"), 1)
+model, images = models.build_model("convnet"), torch.rand(96, 1, 28, 28)
+for step in range(15):
+    if step == 5:
+        before = faults()
+    model(images).sum().backward()
+print((faults() - before) / 10)
+"""
+
+
+def test_a_step_takes_its_memory_from_the_step_before():
+    done = processes.succeed(processes.run(sys.executable, "-c", PAGE_FAULTS))
+    # Left to itself, glibc gives back and asks again for some 2,500 pages, 10 MB, in each step.
+    assert float(done.stdout) < 500

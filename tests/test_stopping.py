@@ -1,0 +1,318 @@
+"""Stop requests, kills and failures: a resumed run ends as a calm one, and no end takes long."""
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+from tests.processes import (
+    command,
+    error_line,
+    final_state,
+    finish,
+    flags,
+    marked,
+    metrics,
+    ranks,
+    run,
+    script,
+    start,
+    status,
+    succeed,
+    summary,
+    through,
+    wait_until,
+)
+from utils import errors
+
+# Nearly a minute of training, and an evaluation of less than a second.
+LONG = ["--model", "convnet", "--max-steps", 2000, "--save-every-steps", 3]
+FEW = ["--model", "linear", "--max-steps", 6, "--save-every-steps", 3]
+# Dropout, several gradient buckets, momentum, augmentation, accumulation and loader workers.
+HARD = ["--max-steps", 20, "--save-every-steps", 4, "--seed", 5, "--batch-size", 16]
+HARD += ["--grad-accum-steps", 2, "--num-workers", 1, "--no-tensorboard"]
+TARGETS = {  # who gets a signal
+    "launcher": lambda process: [process.pid],
+    "rank 1": lambda process: [ranks()[1]],
+    "every process": lambda process: sorted(marked()),
+}
+SLOW = pytest.mark.slow
+
+
+def send(process, target, number):
+    for pid in TARGETS[target](process):
+        os.kill(pid, number)
+
+
+def name_of(technique):
+    return "ddp" if technique == "spawn" else technique
+
+
+def is_saved(folder):
+    return (folder / "checkpoints" / "last.pt").exists
+
+
+@pytest.mark.parametrize(
+    ("technique", "target", "number"),
+    [
+        ("single", "launcher", signal.SIGINT),
+        ("ddp", "every process", signal.SIGTERM),
+        pytest.param("dp", "every process", signal.SIGTERM, marks=SLOW),
+        pytest.param("ddp", "launcher", signal.SIGTERM, marks=SLOW),
+        pytest.param("ddp", "rank 1", signal.SIGUSR1, marks=SLOW),
+        pytest.param("spawn", "every process", signal.SIGINT, marks=SLOW),
+    ],
+)
+def test_a_stop_request_saves_and_ends_soon(technique, target, number, synthetic_dir, tmp_path):
+    folder = tmp_path / "run"
+    words = command(technique, 2, *flags(synthetic_dir, folder, *LONG, "--num-workers", 2))
+    process = start(*words)
+    wait_until(is_saved(folder))
+    begin = time.monotonic()
+    send(process, target, number)
+    ended = finish(process, timeout=60, since=begin)
+    told = status(folder)
+    assert (told["state"], told["signal"]) == ("stopped", number.name), ended.text
+    if technique != "ddp":  # torchrun's own status is 0 or 1
+        assert (ended.returncode, ended.stderr) == (128 + number, "")
+    assert f"stopped by {number.name} at step {told['global_step']}" in ended.stdout
+    assert "Traceback" not in ended.stdout
+    launcher = "torchrun --standalone --nproc_per_node 2" if technique == "ddp" else "python"
+    assert told["continue"].startswith(f"{launcher} train_{name_of(technique)}.py --threads 1 ")
+    assert told["continue"].endswith(f"--num-workers 2 --run-dir {folder} --resume")
+    assert not list(folder.rglob("*.tmp"))
+    words[words.index(2000)] = told["global_step"] + 2
+    succeed(run(*words, "--resume"))
+    assert status(folder)["global_step"] == told["global_step"] + 2
+
+
+@pytest.mark.parametrize(
+    ("technique", "target"),
+    [("single", "launcher"), pytest.param("spawn", "every process", marks=SLOW)],
+)
+def test_a_second_ctrl_c_ends_at_once(technique, target, synthetic_dir, tmp_path):
+    # The first step takes many seconds, most of it in one call; so does DDP's warm-up.
+    size = {"single": 20000, "spawn": 5000}[technique]
+    extra = [*LONG, "--model", "basic", "--num-workers", 1, "--batch-size", size]
+    process = start(*command(technique, 2, *flags(synthetic_dir, tmp_path / "run", *extra)))
+    wait_until((tmp_path / "run" / "status.json").exists, 150)
+    time.sleep(1.0)
+    send(process, target, signal.SIGINT)
+    time.sleep(1.5)
+    begin = time.monotonic()
+    send(process, target, signal.SIGINT)
+    ended = finish(process, timeout=20, since=begin)
+    assert error_line(ended, 130) == f"train_{name_of(technique)}.py: interrupted\n"
+    told = status(tmp_path / "run")
+    assert (told["state"], told["reason"]) == ("failed", "interrupted by a second Ctrl-C")
+
+
+def torch_is_being_loaded(pid):
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.5])
+def test_ctrl_c_while_modules_are_imported_is_quiet(seconds, synthetic_dir, tmp_path):
+    words = command("single", 1, *flags(synthetic_dir, tmp_path / "run", *LONG))
+    process = start(*words, real=True)
+    wait_until(lambda: torch_is_being_loaded(process.pid))
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    ended = finish(process, timeout=60)
+    # On a fast machine the training may have begun, and stops in the orderly way.
+    assert ended.returncode in (-signal.SIGINT, 130)
+    assert ended.stderr == ""
+
+
+@SLOW
+def test_ctrl_c_while_spawned_ranks_import_is_quiet(synthetic_dir, tmp_path):
+    words = command("spawn", 2, *flags(synthetic_dir, tmp_path / "run", *LONG))
+    process = start(*words, real=True)
+    # Earlier, it is the interpreter that starts, and shows where it was interrupted.
+    spawned = lambda: [pid for pid, (line, _) in marked().items() if "spawn_main" in line]  # noqa: E731
+    wait_until(lambda: [torch_is_being_loaded(pid) for pid in spawned()] == [True, True])
+    send(process, "every process", signal.SIGINT)
+    ended = finish(process, timeout=60)
+    assert ended.returncode == 130
+    assert "Traceback" not in ended.text
+
+
+INSTALL = "import os, signal, time; from utils import signals; signals.install_handlers()\n"
+INSTALL += "def kill(name): os.kill(os.getpid(), getattr(signal, name)); time.sleep(0.1)\n"
+
+
+def test_of_a_burst_the_first_signal_counts():
+    burst = "kill('SIGTERM'); kill('SIGUSR1'); kill('SIGINT'); print(signals.received())"
+    assert run(sys.executable, "-c", INSTALL + burst).stdout == f"{signal.SIGTERM}\n"
+
+
+@pytest.mark.parametrize(
+    ("last_words", "said"),
+    [
+        ("lambda: os.write(1, b'said')", "said"),
+        ("lambda: time.sleep(600)", ""),
+        ("lambda: 1 / 0", ""),
+    ],
+)
+def test_last_words_end_in_time(last_words, said):
+    """The main thread waits for something that never comes, as in a collective."""
+    code = f"{INSTALL}signals.before_interrupt({last_words})\n"
+    code += "kill('SIGINT'); kill('SIGINT'); time.sleep(1.2); kill('SIGINT'); time.sleep(600)"
+    ended = run(sys.executable, "-c", code)
+    assert error_line(ended, 130) == "-c: interrupted\n"
+    assert ended.stdout == said
+
+
+# Kills
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("technique", "processes"),
+    [
+        ("ddp", 2),
+        *(pytest.param(*layout, marks=SLOW) for layout in [("single", 1), ("ddp", 3), ("ddp", 5)]),
+        pytest.param("dp", 2, marks=SLOW),
+    ],
+)
+def test_a_killed_run_ends_as_if_undisturbed(technique, processes, short_dir, tmp_path):
+    """To the bit: killed (-9) at a random moment, in one rank, and resumed."""
+    # With dropout DataParallel does not repeat itself: its replicas share a generator.
+    model = ["--model", "convnet" if technique == "dp" else "basic"]
+    model += ["--bucket-cap-mb", 0.25] if technique == "ddp" else []
+    calm, disturbed = (
+        command(technique, processes, *flags(short_dir, tmp_path / name, *HARD, *model))
+        for name in ("calm", "disturbed")
+    )
+    succeed(run(*calm, timeout=200))
+    folder, seed = tmp_path / "disturbed", random.randrange(2**32)
+    print(f"random.seed({seed})")
+    random.seed(seed)
+    process = start(*disturbed)
+    wait_until(is_saved(folder), 150)
+    time.sleep(random.uniform(0, 1.5))
+    victims = list(ranks().values())  # none are left if it has ended already
+    if victims:
+        os.kill(random.choice(victims), signal.SIGKILL)
+    if finish(process, timeout=150).returncode:
+        assert status(folder)["state"] in ("running", "failed")
+        succeed(run(*disturbed, "--resume", timeout=200))
+    assert final_state(folder) == final_state(tmp_path / "calm")
+
+
+@pytest.mark.parametrize("technique", ["single", pytest.param("ddp", marks=SLOW)])
+def test_a_run_that_was_killed_before_its_summary_keeps_its_metrics(
+    technique, synthetic_dir, tmp_path
+):
+    """All is evaluated and saved; the epoch, which --max-steps cut short, has not ended."""
+    words = script(f"train_{technique}.py", *flags(synthetic_dir, tmp_path / "run", *FEW))
+    assert run(*through("dies.py", words), DIES="summary").returncode == -signal.SIGKILL
+    before = metrics(tmp_path / "run")
+    succeed(run(*words, "--resume"))
+    assert metrics(tmp_path / "run") == before
+    assert [row["test_accuracy"] for row in before] == [summary(tmp_path / "run")["test_accuracy"]]
+
+
+def test_stopped_at_the_very_last_step_the_evaluation_is_owed(synthetic_dir, tmp_path):
+    few = ["--model", "linear", "--max-steps", 1, "--batch-size", 60_000]
+    words = script("train_single.py", *flags(synthetic_dir, tmp_path / "run", *few))
+    process = start(*words)
+    wait_until((tmp_path / "run" / "status.json").exists)
+    process.send_signal(signal.SIGTERM)
+    stopped = finish(process, 60)
+    assert stopped.returncode in (0, 143), stopped.text
+    succeed(run(*words, "--resume"))
+    assert summary(tmp_path / "run")["test_count"] == 10_000
+    assert len(metrics(tmp_path / "run")) == 1
+
+
+# Failures
+
+
+@pytest.mark.parametrize("technique", ["single", "ddp"])
+def test_an_exception_ends_the_run_although_loader_workers_live(technique, synthetic_dir, tmp_path):
+    extra = ["--model", "linear", "--num-workers", 2]
+    words = script(f"train_{technique}.py", *flags(synthetic_dir, tmp_path / "run", *extra))
+    ended = run(*through("dies.py", words), DIES="forward")
+    assert ended.returncode == 1
+    assert "ArithmeticError: wrong on purpose" in ended.stderr
+    told = status(tmp_path / "run")
+    assert (told["state"], told["reason"]) == ("failed", "ArithmeticError: wrong on purpose")
+
+
+def test_a_loader_worker_that_is_killed_ends_the_run_with_one_line(synthetic_dir, tmp_path):
+    """Out of memory, the kernel kills one of them."""
+    extra = ["--model", "linear", "--num-workers", 2, "--epochs", 500]
+    words = script("train_single.py", *flags(synthetic_dir, tmp_path / "run", *extra))
+    process = start(*words, real=True)  # with no children but its loader's
+    wait_until((tmp_path / "run" / "metrics.jsonl").exists, 150)
+    psutil.Process(process.pid).children()[0].kill()
+    assert "a loader worker died" in error_line(finish(process, 60), 1)
+    assert status(tmp_path / "run")["state"] == "failed"
+    assert "a loader worker died" in status(tmp_path / "run")["reason"]
+
+
+def test_a_lost_connection_is_not_taken_for_a_dead_loader_worker():
+    class Remote(Dataset):
+        def __getitem__(self, index):
+            raise ConnectionResetError("the storage is gone")
+
+        def __len__(self):
+            return 1
+
+    with pytest.raises(ConnectionResetError) as caught:
+        next(iter(DataLoader(Remote(), num_workers=1)))
+    assert errors.explain(caught.value) is caught.value
+
+
+@pytest.mark.parametrize("technique", ["single", "dp", "ddp"])
+@pytest.mark.parametrize("how", ["nan", "test"])
+def test_what_is_not_finite_is_never_saved(how, technique, synthetic_dir, tmp_path):
+    """Neither a loss of training nor one of the evaluation; what was saved before is whole."""
+    folder = tmp_path / "run"
+    words = script(f"train_{technique}.py", *flags(synthetic_dir, folder, *FEW))
+    words[words.index(3)] = 2
+    ended = run(*through("dies.py", words), DIES=how)
+    assert "the loss is nan" in error_line(ended, 1)
+    assert status(folder)["state"] == "failed"
+    assert not (folder / "summary.json").exists()
+    resumed = succeed(run(*words, "--resume"))
+    # DP's replicas, and DDP's warm-up, count as forwards: the fifth comes sooner.
+    step = {"nan": {"single": 4, "dp": 2, "ddp": 2}[technique], "test": 6}[how]
+    assert f"resumed at step {step}" in resumed.stdout
+    assert summary(folder)["test_count"] == 10_000
+
+
+@pytest.mark.parametrize(
+    "redirection",
+    ["| head -1", *(pytest.param(words, marks=SLOW) for words in ("> /dev/full", ">&- 2>&- <&-"))],
+)
+def test_output_that_nobody_takes_ends_no_training(redirection, synthetic_dir, tmp_path):
+    words = script("train_single.py", *flags(synthetic_dir, tmp_path / "run", *FEW))
+    line = f"set -o pipefail; {' '.join(map(str, words))} {redirection}"
+    assert "Traceback" not in succeed(run("bash", "-c", line)).text
+    assert summary(tmp_path / "run")["test_count"] == 10_000
+
+
+@SLOW
+def test_a_name_that_no_terminal_can_show(synthetic_dir, tmp_path):
+    words = script("train_single.py", *flags(synthetic_dir, tmp_path / "r\u00fcn", *FEW))
+    succeed(run(*words, PYTHONIOENCODING="ascii"))
+    assert (tmp_path / "r\u00fcn" / "summary.json").exists()
+
+
+@SLOW
+def test_too_few_open_files_is_one_line(synthetic_dir, tmp_path):
+    extra = [*FEW, "--num-workers", 2]
+    words = script("train_single.py", *flags(synthetic_dir, tmp_path / "run", *extra))
+    ended = run("bash", "-c", f"ulimit -n 24; {' '.join(map(str, words))}")
+    assert ended.returncode == 1, ended.text
+    # A loader worker may report the same of itself before.
+    assert ended.stderr.count("train_single.py: error: ") == 1, ended.stderr
+    assert "ulimit -n" in ended.stderr.splitlines()[-1]
