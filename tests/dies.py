@@ -4,13 +4,14 @@ DIES=evaluate python tests/dies.py train_single.py --max-steps 4 ...
 
 evaluate: is killed when the evaluation begins; summary: when the summary is due; forward: raises in
 the fifth forward; nan: computes a loss that is not a number from the fifth forward on; test: only
-in the evaluation.
+in the evaluation; late: rank 0 comes after the others.
 """
 
 import os
 import runpy
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -49,5 +50,7 @@ if __name__ == "__main__":
         evaluation.evaluate = die
     if HOW == "summary":
         Run._finish = die
+    if HOW == "late":
+        time.sleep(0.0 if int(os.environ["RANK"]) else 3.0)
     sys.argv = sys.argv[1:]
     runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")
