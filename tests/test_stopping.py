@@ -174,15 +174,17 @@ def test_last_words_end_in_time(last_words, said):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("technique", "processes"),
+    ("technique", "processes", "number"),
     [
-        ("ddp", 2),
-        *(pytest.param(*layout, marks=SLOW) for layout in [("single", 1), ("ddp", 3), ("ddp", 5)]),
-        pytest.param("dp", 2, marks=SLOW),
+        ("single", 1, signal.SIGTERM),
+        ("ddp", 2, signal.SIGKILL),
+        pytest.param("single", 1, signal.SIGKILL, marks=SLOW),
+        pytest.param("dp", 2, signal.SIGKILL, marks=SLOW),
+        *(pytest.param("ddp", ranks, signal.SIGKILL, marks=SLOW) for ranks in (3, 5)),
     ],
 )
-def test_a_killed_run_ends_as_if_undisturbed(technique, processes, short_dir, tmp_path):
-    """To the bit: killed (-9) at a random moment, in one rank, and resumed."""
+def test_a_killed_run_ends_as_if_undisturbed(technique, processes, number, short_dir, tmp_path):
+    """To the bit: stopped or killed at a random moment, in one rank, and resumed."""
     # With dropout DataParallel does not repeat itself: its replicas share a generator.
     model = ["--model", "convnet" if technique == "dp" else "basic"]
     model += ["--bucket-cap-mb", 0.25] if technique == "ddp" else []
@@ -199,9 +201,9 @@ def test_a_killed_run_ends_as_if_undisturbed(technique, processes, short_dir, tm
     time.sleep(random.uniform(0, 1.5))
     victims = list(ranks().values())  # none are left if it has ended already
     if victims:
-        os.kill(random.choice(victims), signal.SIGKILL)
+        os.kill(random.choice(victims), number)
     if finish(process, timeout=150).returncode:
-        assert status(folder)["state"] in ("running", "failed")
+        assert status(folder)["state"] in ("running", "failed", "stopped")
         succeed(run(*disturbed, "--resume", timeout=200))
     assert final_state(folder) == final_state(tmp_path / "calm")
 
