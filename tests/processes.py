@@ -223,7 +223,7 @@ def marked():
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             texts = [(folder / name).read_text(errors="replace") for name in ("cmdline", "environ")]
-            line, variables = texts[0].replace("\0", " "), texts[1].split("\0")
+            line, variables = texts[0].replace("\0", " ").strip(), texts[1].split("\0")
             if MARK in variables and line:  # a zombie has none
                 found[int(folder.name)] = line, dict(v.split("=", 1) for v in variables if "=" in v)
     return found
