@@ -5,17 +5,13 @@ python scripts/lessons/one_step.py
 docs/concepts.md follows these numbers.
 """
 
-import sys
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
-from _lesson import conclude, run_ranks
+from _lesson import run_ranks, start
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from utils.data_parallel import CPUDataParallel
 
 NUMBERS = torch.arange(1.0, 9.0)
@@ -53,7 +49,7 @@ def with_ddp(rank: int, world_size: int, equal: bool) -> tuple[list, float, floa
     model = DistributedDataParallel(raw_model)
     sampler: DistributedSampler = DistributedSampler(DATASET, shuffle=False)
     data = DATASET if equal else Subset(DATASET, UNEQUAL[rank])
-    return step(raw_model, model, DataLoader(data, 5 - equal, sampler=sampler if equal else None))
+    return step(raw_model, model, DataLoader(data, 5, sampler=sampler if equal else None))
 
 
 def show(name: str, result: tuple[list, float, float]) -> None:
@@ -71,7 +67,7 @@ def adam(gradient: float) -> float:
     return weight.item()
 
 
-def main() -> int:
+def main() -> dict[str, bool]:
     raw_model = Line()
     single = step(raw_model, raw_model, DataLoader(DATASET, batch_size=8))
     show("one device", single)
@@ -86,24 +82,22 @@ def main() -> int:
     total = single[1] * len(NUMBERS)
     first = {gradient: adam(gradient) for gradient in (single[1], total)}
     print("Adam's first step:      ", {g: round(length, 4) for g, length in first.items()})
-    return conclude(
-        {
-            "one device, DataParallel and DDP make the same step": (
-                single[1:] == dp[1:] == ddp[0][1:] == ddp[1][1:]
-            ),
-            "DataParallel sums the gradients of its shares": sum(g for _, g in dp[0]) == dp[1],
-            "DDP averages the gradients of its ranks": (
-                (ddp[0][0][0][1] + ddp[1][0][0][1]) / 2 == ddp[0][1]
-            ),
-            "with unequal shares the mean over ranks is not the mean over samples": (
-                abs(unequal[0][1] - single[1]) > 1
-            ),
-            "Adam hides a sum that should be a mean: both steps have one length": (
-                abs(first[single[1]] - first[total]) < 1e-6
-            ),
-        }
-    )
+    return {
+        "one device, DataParallel and DDP make the same step": (
+            single[1:] == dp[1:] == ddp[0][1:] == ddp[1][1:]
+        ),
+        "DataParallel sums the gradients of its shares": sum(own for _, own in dp[0]) == dp[1],
+        "DDP averages the gradients of its ranks": (
+            (ddp[0][0][0][1] + ddp[1][0][0][1]) / 2 == ddp[0][1]
+        ),
+        "with unequal shares the mean over ranks is not the mean over samples": (
+            abs(unequal[0][1] - single[1]) > 1
+        ),
+        "Adam hides a sum that should be a mean: both steps have one length": (
+            abs(first[single[1]] - first[total]) < 1e-6
+        ),
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main, ddp=True)
