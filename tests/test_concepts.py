@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.documents import section
@@ -162,6 +163,38 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     first, second = (outcome.value for outcome in run_ranks(overflow, 2))
     assert first == second
     assert [made for _, made, _ in first] == [True, False, True]
+
+
+class Twice(nn.Module):
+    """Two layers; the second runs twice, each time in a checkpoint."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.reentrant = nn.Linear(4, 4), nn.Linear(4, 4), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.second, x, use_reentrant=self.reentrant)
+        return x
+
+
+def backward_twice(rank: int, world_size: int, reentrant: bool, options: dict[str, bool]) -> None:
+    model = DistributedDataParallel(Twice(reentrant), **options)  # type: ignore[arg-type]
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("reentrant", "options", "raises"),
+    [(True, {}, True), (False, {}, False), (True, {"static_graph": True}, False)],
+)
+def test_a_gradient_that_comes_twice_raises(
+    reentrant: bool, options: dict[str, bool], raises: bool
+) -> None:
+    (outcome,) = run_ranks(backward_twice, 1, reentrant, options)
+    assert bool(outcome.error) == raises
+    assert ("mark a variable ready only once" in outcome.error) == raises
 
 
 def test_an_iterable_data_set_takes_no_sampler_and_each_worker_reads_all() -> None:
