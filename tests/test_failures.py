@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, Finished, run
-from tests.test_scripts import flags
+from tests.processes import ROOT, Finished, flags, run
 
 TIMEOUT = 5  # of a collective, seconds
 WAITS = pytest.mark.long  # who is lost is told when a real time limit has passed

@@ -12,7 +12,17 @@ from typing import Any
 
 import pytest
 
-from tests.processes import ROOT, Finished, environment, finish, run, summary
+from tests.processes import (
+    ROOT,
+    Finished,
+    command,
+    environment,
+    finish,
+    flags,
+    run,
+    succeed,
+    summary,
+)
 from tests.test_launch import (
     SHORT,
     Row,
@@ -22,7 +32,6 @@ from tests.test_launch import (
     path_of_python,
     row,
 )
-from tests.test_scripts import command, flags, succeed
 
 pytestmark = [
     pytest.mark.slow,

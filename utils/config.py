@@ -15,6 +15,7 @@ from utils.optim import RULES
 
 DEFAULT_BATCH_SIZE = 96
 MAX_SECONDS = 1e7  # four months; more does not fit where PyTorch counts milliseconds
+LARGE = 2**53  # beyond which a float does not hold every whole number
 MAX_THREADS = 4096  # far beyond which OpenMP crashes
 
 
@@ -29,16 +30,21 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def number(
-    kind: Callable[[str], Any], low: float = 0, high: float = 2**53, is_open: bool = False
+    kind: Callable[[str], Any], low: float = 0, high: float = LARGE, ends: str = "[]"
 ) -> Callable[[str], Any]:
-    """Return an argparse type: a number from ``low`` to ``high``, both excluded if ``is_open``."""
+    """Return an argparse type: a number from ``low`` to ``high``. A round end is excluded."""
+    above, below = (
+        "at least" if ends[0] == "[" else "above",
+        "at most" if ends[1] == "]" else "below",
+    )
+    bounds = f"{above} {low}" + (f" and {below} {high}" if high < LARGE else "")
     name = "a whole number" if kind is int else "a number"
-    bounds = f"between {low:g} and {high:g}" if is_open else f"from {low:g} to {high:g}"
 
     def parse(text: str) -> Any:
         with suppress(ValueError):
             value = kind(text)
-            if low < value < high or (not is_open and value in (low, high)):
+            is_inside = low < value < high
+            if is_inside or (ends[0] == "[" and value == low) or (ends[1] == "]" and value == high):
                 return value
         raise argparse.ArgumentTypeError(f"{text[:50]!r} is not {name} {bounds}")
 
@@ -59,10 +65,10 @@ def device_ids(text: str) -> list[int]:
 
 
 COUNT, SIZE = number(int), number(int, low=1)
-NON_NEGATIVE, POSITIVE = number(float), number(float, is_open=True)
-FRACTION = number(float, low=-1e-9, high=1, is_open=True)
+NON_NEGATIVE, POSITIVE = number(float), number(float, ends="()")
+FRACTION = number(float, high=1, ends="[)")
 RANKS = number(int, low=1, high=2**20)
-SECONDS = number(float, high=MAX_SECONDS, is_open=True)
+SECONDS = number(float, high=MAX_SECONDS, ends="()")
 
 
 def build_parser(technique: str, description: str | None) -> argparse.ArgumentParser:
