@@ -27,14 +27,14 @@ single | --devices 0,0                | one id twice
 single | --devices -1                 | negative id
 single | --devices 0,1                | uses one device
 single | --device cpu --devices 0     | cannot go with --device cpu
-single | --threads 1000000            | to 4096
+single | --threads 1000000            | at most 4096
 single | --seed 4294967296            | is not a whole number
 single | --resume --init-weights a.pt | drop --init-weights
 single | --init-weights ''            | is a variable not set?
 single | --data-on-device --num-workers 2 | drop --num-workers
 single | --batch 96                   | unrecognized arguments
 single | --replicas 2                 | unrecognized arguments
-dp     | --replicas 9007199254740992  | to 256
+dp     | --replicas 9007199254740992  | at most 256
 dp     | --compile                    | no effect on DataParallel
 ddp    | --timeout 1e10               | '1e10' is not a number
 ddp    | --rank 0                     | --world-size go together

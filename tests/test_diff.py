@@ -1,6 +1,7 @@
 """The lesson of this collection is the diff of its scripts: it has to stay small and explained."""
 
 import difflib
+import re
 
 import pytest
 
@@ -55,3 +56,36 @@ def test_no_comment_of_the_baseline_is_lost(technique: str) -> None:
 
 def test_the_baseline_knows_nothing_of_the_others() -> None:
     assert "# D" not in (ROOT / "train_single.py").read_text()
+
+
+def explanations(technique):
+    """Yield the comment of each hunk, and the line below it."""
+    lines = (ROOT / f"train_{technique}.py").read_text().splitlines()
+    marker, comment = f"# {technique.upper()}: ", ""
+    for line in map(str.strip, lines):
+        if line.startswith(marker):
+            comment = line.removeprefix(marker)
+        elif comment and line.startswith("# "):
+            comment += line[1:]
+        elif comment:
+            yield comment, line
+            comment = ""
+
+
+@pytest.mark.parametrize("technique", LIMITS)
+def test_the_document_says_of_each_hunk_what_its_comment_says(technique):
+    text = " ".join((ROOT / "docs" / "diffs.md").read_text().split())
+    told = [f"`{line}`: {said[0].upper()}{said[1:]}" for said, line in explanations(technique)]
+    assert [said for said in told if said not in text] == []
+    assert len(told) >= 6
+
+
+def test_the_change_in_the_readme_is_cut_from_the_minimal_scripts():
+    for name in ("README.md", "README.zh-CN.md"):
+        cuts = re.findall(r"```diff\n([-+] .*?)```", (ROOT / name).read_text(), re.DOTALL)
+        assert len(cuts) == 2
+        for cut, other in zip(cuts, ("dp", "ddp"), strict=True):
+            scripts = {"-": "single", "+": other}
+            for line in cut.splitlines():
+                text = (ROOT / f"scripts/minimal/{scripts[line[0]]}.py").read_text()
+                assert f"\n{line[1:]}\n" in text, line

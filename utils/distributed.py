@@ -9,6 +9,7 @@ import hashlib
 import inspect
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -224,16 +225,12 @@ def check_same(model: nn.Module, train_set: ImageSet, test_set: ImageSet) -> Non
     first = [own]
     dist.broadcast_object_list(first, src=0)
     differing = [name for name in first[0] | own if own.get(name) != first[0].get(name)]
-    # The lowest rank that differs speaks for all of them.
-    speaker = torch.tensor(dist.get_rank() if differing else dist.get_world_size())
-    dist.all_reduce(speaker, dist.ReduceOp.MIN)
-    if speaker == dist.get_world_size():
+    speakers = [number for number, differs in enumerate(gather(bool(differing))) if differs]
+    if not speakers:
         return
-    problem = [""]
-    if speaker == dist.get_rank():
-        name = differing[0]
-        problem[0] = f"rank {int(speaker)} has {name}: {own.get(name)}, rank 0 {first[0].get(name)}"
-    dist.broadcast_object_list(problem, src=int(speaker))
+    name = differing[0] if differing else ""
+    problem = [f"rank {rank()} has {name}: {own.get(name)}, rank 0 {first[0].get(name)}"]
+    dist.broadcast_object_list(problem, src=speakers[0])
     raise UsageError(
         f"{problem[0]}: start every rank with the same code and data (frequent causes: the order"
         " of a Python set, a random split without a seed)"
@@ -248,14 +245,11 @@ def _describe(tensor: Tensor) -> str:
 def _source_hash(model: nn.Module) -> str:
     """Return a hash of the source of the model's own classes, as far as it can be read."""
     classes = {type(module) for module in model.modules()}
-    sources = []
-    for kind in sorted(classes, key=lambda kind: kind.__qualname__):
-        if not kind.__module__.startswith("torch."):
-            try:
-                sources.append(inspect.getsource(kind))
-            except (OSError, TypeError):  # written in a notebook or made by a program
-                continue
-    return hashlib.sha256("".join(sources).encode()).hexdigest()[:16]
+    with suppress(OSError, TypeError):  # a class that was written in a notebook has none
+        own = [kind for kind in classes if not kind.__module__.startswith("torch.")]
+        sources = "".join(sorted(map(inspect.getsource, own)))
+        return hashlib.sha256(sources.encode()).hexdigest()[:16]
+    return "unknown"
 
 
 def warm_up(model: DistributedDataParallel, images: Tensor, autocast: Any) -> None:

@@ -17,7 +17,7 @@ import data
 from utils import distributed, signals
 from utils.checkpoint import Checkpointer
 from utils.device import peak_memory, seed_step
-from utils.errors import UserError, describe, end_workers, explain
+from utils.errors import UsageError, UserError, describe, end_workers, explain
 from utils.files import write_json
 from utils.logger import Logger
 from utils.metrics import Metrics
@@ -36,7 +36,7 @@ class NonFiniteLoss(UserError):
     """Training diverged. The weights of this step were not saved."""
 
 
-class Complete(UserError):
+class Complete(UsageError):
     """The run that should be resumed has nothing left to do."""
 
     exit_status = 0
@@ -111,9 +111,7 @@ class Run:
             self._checkpointer.restore(progress)
         if opened.is_complete and progress.is_finished:
             limit = "--max-steps" if progress.is_at_max_steps else "--epochs"
-            done = Complete(f"{self.folder} is complete: nothing to resume (raise {limit})")
-            done.reported_elsewhere = not self.is_main
-            raise done
+            raise Complete(f"{self.folder} is complete: nothing to resume (raise {limit})")
         self.first_step = progress.global_step
         batch_size = args.batch_size * args.grad_accum_steps
         self.facts = {
