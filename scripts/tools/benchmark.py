@@ -3,293 +3,316 @@
     python scripts/tools/benchmark.py
     python scripts/tools/benchmark.py --quick
     python scripts/tools/benchmark.py --models convnet,resnet18 --counts 2,4 -- --amp bf16
-    python scripts/tools/benchmark.py --compare before/benchmark.json after/benchmark.json
 
-Starts the training scripts themselves, in turns, and reads what they measured. Equal between the
-techniques: the global batch (strong scaling) or the batch of a device (weak scaling), all CPU
-threads and all loader workers together, and the order of the data. What stands after -- goes to
-the scripts. Results go to a new folder below runs/, also after Ctrl-C.
+Starts the training scripts themselves, in turns, and reads what they measured. A device is a GPU
+or, without one, a CPU core. The techniques have the same global batch (strong scaling) or the same
+batch on each device (weak scaling), the same threads and loader workers for each device, and the
+same order of the data. What stands after -- goes to the scripts. Results go to a new folder below
+runs/, also after Ctrl-C.
 """
 
 import argparse
 import shlex
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import report
 import trial
-from settings import Setting, Table, command, plan
 
-import data
 import models
 from utils import config
-from utils.datasets.sources import TRAIN_SIZE
-from utils.device import select_devices, usable_cores
+from utils.device import usable_cores
 from utils.errors import UsageError, guard
 from utils.files import write_json
 from utils.throughput import WARMUP_STEPS
 
-CPU_COUNTS = (2, 4, 8)  # by default, as far as they divide the threads
+CPU_COUNTS = (2, 4, 8)  # by default, as far as there are cores
 LEAST_STEPS = 20  # timed
-CALIBRATION_STEPS = 15
-PROFILED_STEPS = 20  # the profiler takes the 8th to the 17th
-QUICK: dict[str, Any] = {
-    "rounds": 1,
-    "seconds": 2.0,
-    "global_batch_sizes": [256],
-    "batch_sizes": [],
-}
+QUICK = {"rounds": 1, "seconds": 2.0, "global_batch_sizes": [256], "batch_sizes": []}
+Row = dict[str, Any]
+HEADINGS = ("", "devices", "threads", "images/s", "min-max", "ratio", "effic.", "MB")
+READING = """\
+How to read it:
+  strong, weak  the global batch stays the same, or the batch of each device does
+  devices       GPUs; without a GPU a device is a core
+  single        train_single.py. Without a GPU a last row gives it all the cores:
+                the same machine without data parallelism
+  bare          a loop of PyTorch with no framework around it: what the scripts'
+                comfort costs; its batches lie ready
+  limit         independent single runs, one on each device, that talk to nobody:
+                what DP and DDP could reach at most
+  threads       processes x CPU threads
+  images/s      of training, over all devices: median and range of the rounds
+  ratio         to one device, the first row; median of the rounds
+  effic.        the ratio divided by the number of devices, or of cores
+  MB            the most that one process held: on a CPU its resident memory,
+                on a GPU what torch allocated (DP: on the first)
+Two ranges that overlap are no difference seen in this run."""
 
 
-@dataclass
-class Measured:
-    """What was found of a setting; speeds in images/s, by round."""
+class Setting(NamedTuple):
+    """What is run: ``threads`` of all processes together, ``batch_size`` of one device."""
 
-    speeds: dict[int, float] = field(default_factory=dict)
-    memory: list[int] = field(default_factory=list)
-    shares: dict[str, float] = field(default_factory=dict)
-    failure: str = ""
+    technique: str
+    model: str
+    devices: int
+    threads: int
+    batch_size: int
 
+    @property
+    def processes(self) -> int:
+        return self.devices if self.technique in ("ddp", "limit") else 1
 
-def list_of(kind: Any) -> Any:
-    def parse(text: str) -> list[Any]:
-        return [kind(part) for part in text.split(",") if part]
-
-    return parse
-
-
-def model_name(text: str) -> str:
-    if text not in models.MODELS:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(models.MODELS)}")
-    return text
+    def __str__(self) -> str:
+        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+        return f"{self.technique} {self.model} {self.devices} x {self.batch_size}, {threads}"
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    end = argv.index("--") if "--" in argv else len(argv)
-    parser = config.OneLineParser(
-        prog="benchmark.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    sizes = list_of(config.SIZE)
-    parser.add_argument("--quick", action="store_true", help="one round of one batch size")
-    parser.add_argument("--models", type=list_of(model_name), default=["convnet"])
-    parser.add_argument(
-        "--global-batch-sizes", type=sizes, default=[128, 512], help="strong scaling (128,512)"
-    )
-    parser.add_argument(
-        "--batch-sizes", type=sizes, default=[256], help="of a device: weak scaling (256)"
-    )
-    parser.add_argument("--counts", type=sizes, help="of devices for DP and DDP: 2,4,...")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda", "xpu"], default="auto")
-    parser.add_argument("--threads", type=config.SIZE, help="of all processes (default: cores)")
-    parser.add_argument(
-        "--num-workers", type=config.COUNT, default=0, help="of all processes: loader workers"
-    )
-    parser.add_argument("--dataset", choices=list(data.SOURCES), help="mnist, or what is there")
-    parser.add_argument("--data-dir", default="data")
-    parser.add_argument("--rounds", type=config.SIZE, default=3)
-    parser.add_argument("--seconds", type=config.POSITIVE, default=3.0, help="timed in a run")
-    parser.add_argument("--steps", type=config.SIZE, help="timed in a run, rather than --seconds")
-    parser.add_argument("--time-limit", type=config.POSITIVE, default=300.0, help="of a run")
-    parser.add_argument("--output", type=Path, help="folder (default: a new one below runs/)")
-    parser.add_argument("--compare", nargs=2, metavar=("A", "B"), type=Path, help="two JSON files")
-    if "--quick" in argv[:end]:
+    parser = trial.build_parser("benchmark.py", __doc__)
+    add, sizes = parser.add_argument, trial.list_of(config.SIZE)
+    names = trial.list_of(str, list(models.MODELS))
+    add("--quick", action="store_true", help="one round of one batch size")
+    add("--models", type=names, default=["convnet"], help="convnet")
+    add("--global-batch-sizes", type=sizes, default=[128, 512], help="strong scaling: 128,512")
+    add("--batch-sizes", type=sizes, default=[256], help="of a device, weak scaling: 256")
+    add("--counts", type=sizes, help="of devices for DP and DDP: 2,4,...")
+    add("--threads", type=config.SIZE, help="of a device (default: 1, with GPUs an equal share)")
+    add("--num-workers", type=config.COUNT, default=0, help="loader workers of a device")
+    add("--rounds", type=config.SIZE, default=3)
+    add("--seconds", type=config.POSITIVE, default=3.0, help="timed in a run")
+    add("--steps", type=config.SIZE, help="timed in a run, rather than --seconds")
+    add("--output", type=Path, help="folder (default: a new one below runs/)")
+    if "--quick" in argv[: argv.index("--") if "--" in argv else None]:
         parser.set_defaults(**QUICK)
-    args = parser.parse_args(argv[:end])
-    args.flags = argv[end + 1 :]
-    problem = None if args.compare else choose_devices(args)
-    if problem:
+    parser.set_defaults(time_limit=300.0)
+    args = trial.parse_args(parser, argv)
+    if problem := choose_devices(args):
         parser.error(problem)
     return args
 
 
 def choose_devices(args: argparse.Namespace) -> str | None:
-    """Fill in kind and numbers of devices, and threads; return what cannot be had, or None."""
-    try:
-        devices = select_devices(args.device)
-    except UsageError as error:
-        return str(error)
-    args.device, available = devices[0].type, len(devices)
-    cores = args.threads or usable_cores()
-    sizes = args.global_batch_sizes
-    if args.device == "cpu":
-        args.threads = args.threads or max(2, cores - cores % 2)
-        args.counts = args.counts or [n for n in CPU_COUNTS if args.threads % n == 0]
-    else:
-        powers = {2**i for i in range(1, 10) if 2**i < available}
-        fitting = {n for n in powers | {available} if all(size % n == 0 for size in sizes)}
-        args.counts = args.counts or sorted(fitting) or [available]
-        args.threads = args.threads or max(args.counts) * max(1, cores // max(args.counts))
-        if max(args.counts) > available:
-            return f"--counts {max(args.counts)}: there are {available} {args.device} devices"
+    """Fill in the numbers of devices, and their threads; return what cannot be had, or None."""
+    sizes, available = args.global_batch_sizes, args.available
+    if args.counts is None:
+        powers = CPU_COUNTS if args.device == "cpu" else {2**i for i in range(10)} | {available}
+        counts = [n for n in powers if 2 <= n <= max(2, available)]
+        counts = [n for n in counts if all(size % n == 0 for size in sizes)] or counts
+        args.counts = counts if args.device == "cpu" or available > 1 else [1]
     args.counts = sorted(set(args.counts))
+    if not args.counts or not args.models or not sizes + args.batch_sizes:
+        return "nothing to measure: name models, counts and batch sizes"
+    if args.device != "cpu" and args.counts[-1] > available:
+        return f"--counts {args.counts[-1]}: there are {available} {args.device} devices"
+    each = 1 if args.device == "cpu" else max(1, usable_cores() // args.counts[-1])
+    args.threads = args.threads or each
     for count in args.counts:
-        for name in ("threads", "num_workers"):
-            if getattr(args, name) % count:
-                flag = f"--{name.replace('_', '-')}"
-                return f"{flag} {getattr(args, name)} cannot be shared out among {count} processes"
         for size in sizes:
             if size % count:
                 return f"--global-batch-sizes {size} cannot be shared out among {count} devices"
-    if not args.counts or not args.models or not sizes + args.batch_sizes:
-        return "nothing to measure: name models, counts and batch sizes"
-    largest = max([*sizes, *(max(args.counts) * n for n in args.batch_sizes)])
-    if TRAIN_SIZE // largest <= WARMUP_STEPS:
-        return f"a global batch of {largest} leaves an epoch of too few steps to be timed"
     return None
 
 
-class Benchmark:
-    """Runs the settings of all tables, each only once a round, and keeps what was found."""
+def plan(args: argparse.Namespace) -> list[tuple[str, int, list[Setting]]]:
+    """Return the tables: scaling, batch, and settings, of which the first is one device."""
+    tables = []
+    for model in args.models:
+        sizes = [("strong", size) for size in args.global_batch_sizes]
+        for scaling, size in [*sizes, *(("weak", size) for size in args.batch_sizes)]:
+            one = (model, 1, args.threads, size)
+            settings = [Setting("single", *one), Setting("bare", *one)]
+            for n in args.counts:
+                several = (model, n, n * args.threads, size // n if scaling == "strong" else size)
+                settings += [Setting(t, *several) for t in ("dp", "ddp", "limit")]
+                if args.device == "cpu":  # what the same cores do without data parallelism
+                    settings.append(Setting("single", model, 1, several[2], n * several[3]))
+            tables.append((scaling, size, settings))
+    return tables
 
-    def __init__(self, args: argparse.Namespace, tables: list[Table]) -> None:
-        self.args = args
-        self.tables = tables
-        self.found = {setting: Measured() for table in tables for setting in table.settings}
-        # Never of a run that is timed, and of one device there is no communication to see.
-        self.profiled = [s for s in self.found if s.technique != "single" and can_profile()]
-        runs = len(args.models) + len(self.found) * args.rounds + len(self.profiled)
-        self.bar = tqdm(total=runs, disable=None, dynamic_ncols=True, leave=False)
 
-    def run(self) -> None:
-        """Measure everything; safe to interrupt."""
-        images = {model: self.calibrate(model) for model in self.args.models}
-        for number, setting in trial.in_turns(list(self.found), self.args.rounds):
-            size = setting.devices * setting.batch_size
-            steps = self.args.steps or max(LEAST_STEPS, round(images[setting.model] / size))
-            outcome = self.train(setting, WARMUP_STEPS + steps)
-            if outcome:
-                speed = outcome.summary["train_images_per_second"]
-                self.found[setting].speeds[number] = speed
-                self.found[setting].memory = outcome.summary["peak_memory_bytes"]
-        for setting in self.profiled:
-            outcome = self.train(setting, PROFILED_STEPS, "--profile")
-            self.found[setting].shares = outcome.shares if outcome else {}
+def build_commands(setting: Setting, args: argparse.Namespace, steps: int) -> list[list[Any]]:
+    """Return the commands of a setting."""
+    per_epoch = args.train_size // (setting.devices * setting.batch_size)
+    flags = {
+        "--model": setting.model,
+        "--batch-size": setting.batch_size,
+        "--max-steps": steps,
+        "--epochs": -(-steps // per_epoch),
+        "--lr-scaling": "none",  # large batches must not diverge; the time of a step is the same
+        "--threads": setting.threads // setting.processes,
+        "--num-workers": args.num_workers * setting.devices // setting.processes,
+    }
+    commands = trial.build_commands(setting.technique, setting.devices, args, flags)
+    return [[*command, "--no-tensorboard", "--no-progress"] for command in commands]
 
-    def calibrate(self, model: str) -> float:
-        """Return the images of a run that takes ``--seconds`` on one device.
 
-        This run also reads files and libraries into the page cache, and counts for nothing else.
-        """
-        single = next(setting for setting in self.found if setting.model == model)
-        outcome = self.train(single, WARMUP_STEPS + (self.args.steps or CALIBRATION_STEPS))
-        speed = outcome.summary["train_images_per_second"] if outcome else 0.0
-        return speed * self.args.seconds
+def run_all(args: argparse.Namespace, found: dict[Setting, Row]) -> None:
+    """Run each setting once a round, and add to what was found of it; safe to interrupt."""
+    models = [next(setting for setting in found if setting.model == name) for name in args.models]
+    total = len(models) + len(found) * args.rounds
+    with tqdm(total=total, disable=None, dynamic_ncols=True, leave=False) as bar:
 
-    def train(self, setting: Setting, steps: int, *more: str) -> trial.Outcome | None:
-        """Run a setting; None if it fails now or has failed before."""
-        measured = self.found[setting]
-        self.bar.set_description_str(str(setting), refresh=True)
-        try:
-            if measured.failure:
+        def train(setting: Setting, steps: int) -> trial.Outcome | None:
+            bar.set_description_str(str(setting), refresh=True)
+            bar.update()
+            if found[setting]["failure"]:  # now, or in a round before
                 return None
-            return trial.train(command(setting, self.args, steps, *more), self.args.time_limit)
-        except trial.TrialError as error:
-            measured.failure = str(error)
-            tqdm.write(f"benchmark.py: {setting}: {error}", file=sys.stderr)
+            try:
+                return trial.train(build_commands(setting, args, steps), args.time_limit)
+            except trial.TrialError as error:
+                found[setting]["failure"] = str(error)
+                tqdm.write(f"benchmark.py: {setting}: {error}", file=sys.stderr)
             return None
-        finally:
-            self.bar.update()
 
-    def results(self) -> dict[str, Any]:
-        """Return what was found: a row for each setting of each table, and DDP against DP."""
-        rows, verdicts = [], []
-        for table in self.tables:
-            on_cpu = self.args.device == "cpu"
-            found = [self.found[setting] for setting in table.settings]
-            # A device of the CPU is a thread: as many of them as a setting has, working alone.
-            unit = found[1 if on_cpu and self.args.threads > 1 else 0]
-            for setting, measured in zip(table.settings, found, strict=True):
-                units = setting.threads if on_cpu else setting.devices
-                row = {
-                    "scaling": table.scaling,
-                    **setting._asdict(),
-                    "processes": setting.processes,
-                    "global_batch_size": setting.devices * setting.batch_size,
-                    "images_per_second": summarize(measured.speeds),
-                    "ratio": summarize(quotients(measured, found[0])),
-                    "efficiency": summarize(quotients(measured, unit, units)),
-                    "peak_memory_bytes": measured.memory,
-                    "shares": measured.shares,
-                    "failure": measured.failure,
-                }
-                rows.append(row)
-            by_name = {
-                (s.technique, s.devices): m for s, m in zip(table.settings, found, strict=True)
-            }
-            for count in self.args.counts:
-                verdict = {
-                    "scaling": table.scaling,
-                    "model": table.model,
-                    "size": table.batch_size,
-                    "devices": count,
-                    "ddp_to_dp": summarize(quotients(by_name["ddp", count], by_name["dp", count])),
-                }
-                verdicts.append(verdict)
-        return {"rows": rows, "verdicts": verdicts}
+        images = {}
+        for one in models:  # finds the number of images, and fills the page cache
+            outcome = train(one, WARMUP_STEPS + (args.steps or LEAST_STEPS))
+            images[one.model] = outcome.speed * args.seconds if outcome else 0.0
+        for number, setting in trial.in_turns(list(found), args.rounds):
+            size = setting.devices * setting.batch_size
+            steps = args.steps or max(LEAST_STEPS, round(images[setting.model] / size))
+            if outcome := train(setting, WARMUP_STEPS + steps):
+                found[setting]["speeds"][number] = outcome.speed
+                found[setting]["peak_memory_bytes"] = outcome.memory
 
 
-def can_profile() -> bool:
-    """Tell whether the scripts' --help lists --profile."""
-    return "--profile" in config.build_parser("ddp", None).format_help()
+def build_rows(args: argparse.Namespace, found: dict[Setting, Row]) -> list[Row]:
+    """Return what was found: a row for each setting of each table."""
+    rows = []
+    for scaling, size, settings in plan(args):
+        for setting in settings:
+            record = found[setting]
+
+            def over(other: Setting, units: int = 1, record: Row = record) -> Row | None:
+                """Divide round by round, since both had one load then."""
+                ours, theirs = record["speeds"], found[other]["speeds"]
+                return summarize({r: ours[r] / (units * theirs[r]) for r in ours if r in theirs})
+
+            units = setting.threads // args.threads  # devices, or as many cores
+            row = {"scaling": scaling, "size": size, **setting._asdict(), **record}
+            row |= {"processes": setting.processes, "ratio": over(settings[0])}
+            row["images_per_second"] = summarize(record["speeds"])
+            row["efficiency"] = over(settings[0], units)
+            if setting.technique == "ddp":
+                row["to_dp"] = over(setting._replace(technique="dp"))
+            rows.append(row)
+    return rows
 
 
-def quotients(measured: Measured, baseline: Measured, units: int = 1) -> dict[int, float]:
-    """Return speed over ``units`` times the baseline's, round by round: both had one load then."""
-    both = measured.speeds.keys() & baseline.speeds.keys()
-    return {r: measured.speeds[r] / (units * baseline.speeds[r]) for r in sorted(both)}
-
-
-def summarize(values: dict[int, float]) -> dict[str, Any] | None:
-    """Return median, min, max and the values themselves, by round; None where there are none."""
+def summarize(values: dict[int, float]) -> Row | None:
+    """Return median, min, max and the values themselves, by round; None if there are none."""
     return {**trial.spread(list(values.values())), "rounds": values} if values else None
+
+
+def tables(results: dict[str, Any]) -> Iterator[tuple[str, list[Row]]]:
+    """Yield each table's title and rows."""
+
+    def key(row: Row) -> tuple[str, str, int]:
+        return row["scaling"], row["model"], row["size"]
+
+    for (scaling, model, size), rows in groupby(results["rows"], key):
+        share = "in all" if scaling == "strong" else "on each device"
+        yield f"{scaling} scaling: {model}, {size} images a step {share}", list(rows)
+
+
+def threads_of(row: Row) -> str:
+    return f"{row['processes']} x {row['threads'] // row['processes']}"
+
+
+def cells(row: Row) -> list[str]:
+    """Return a row of a table as text, in the order of HEADINGS."""
+    own = [row["technique"], str(row["devices"]), threads_of(row)]
+    speed = row["images_per_second"]
+    if not speed:
+        return [*own, "failed" if row["failure"] else "-", *["-"] * 4]
+    return [
+        *own,
+        f"{speed['median']:,.0f}",
+        f"{speed['min']:,.0f}-{speed['max']:,.0f}" if len(speed["rounds"]) > 1 else "-",
+        *(f"{row[name]['median']:.2f}" if row[name] else "-" for name in ("ratio", "efficiency")),
+        f"{max(row['peak_memory_bytes'], default=0) / 2**20:,.0f}",
+    ]
+
+
+def verdicts(rows: list[Row]) -> Iterator[str]:
+    """Yield a sentence for each number of devices: DDP against DP, and both against one process."""
+    for row in rows:
+        found = row.get("to_dp")
+        if not found:
+            continue
+        once = len(found["rounds"]) == 1
+        ends = "one round" if once else f"{found['min']:.2f}-{found['max']:.2f}"
+        sentence = f"DDP is {found['median']:.2f} x as fast as DP ({ends})"
+        if found["min"] <= 1 <= found["max"] and not once:
+            sentence = f"no difference between DP and DDP seen in this run ({ends})"
+        same = [r for r in rows if r["threads"] == row["threads"] and r["ratio"]]
+        best = max(r["ratio"]["max"] for r in same if r["technique"] in ("dp", "ddp"))
+        if any(r["technique"] == "single" and r["ratio"]["min"] > best for r in same):
+            sentence += "; one process on the same cores is faster"
+        elif best < 1:
+            sentence += "; one device is faster"
+        yield f"{row['devices']} devices: {sentence}"
+
+
+def text(results: dict[str, Any]) -> str:
+    """Return all tables for a terminal of 80 columns, with what they depend on."""
+    blocks = [
+        "\n".join([title, trial.table([HEADINGS, *map(cells, rows)]), *verdicts(rows)])
+        for title, rows in tables(results)
+    ]
+    origin = f"{results['begin']}, {trial.where(results['machine'])}, data: {results['dataset']}"
+    rounds = f"{results['rounds']} rounds" if results["rounds"] > 1 else "one round"
+    flags = f"; flags: {' '.join(results['flags'])}" if results["flags"] else ""
+    blocks.append(f"{origin}, {rounds}{flags}\n{results['others']}".rstrip())
+    return "\n\n".join([*blocks, READING])
 
 
 def measure(args: argparse.Namespace) -> int:
     """Measure, report, and return the exit status."""
-    args.dataset, remark = trial.choose_dataset(args.dataset, args.data_dir)
-    if remark:
-        print(remark, file=sys.stderr)
-    begin, machine = time.strftime("%Y-%m-%d %H:%M:%S"), trial.describe_machine()
-    neighbours = trial.Neighbours()
+    args.train_size = trial.choose_dataset(args)
+    devices = args.counts[-1]
+    largest = max([*args.global_batch_sizes, *(devices * size for size in args.batch_sizes)])
+    if args.train_size // largest <= WARMUP_STEPS:
+        raise UsageError(f"a global batch of {largest} leaves an epoch of too few steps to time")
+    begin, machine = time.strftime("%Y-%m-%d %H:%M"), trial.describe_machine()
+    describe_others = trial.watch_others()
+    found: dict[Setting, Row] = {
+        setting: {"speeds": {}, "peak_memory_bytes": [], "failure": ""}
+        for _, _, settings in plan(args)
+        for setting in settings
+    }
+    for setting in found:
+        build_commands(setting, args, 1)  # raises before anything is measured
     folder = args.output or Path("runs", time.strftime("benchmark-%Y%m%d-%H%M%S"))
     folder.mkdir(parents=True, exist_ok=True)  # not after minutes of measuring
-    benchmark = Benchmark(args, plan(args))
     interrupted = False
     try:
-        benchmark.run()
+        run_all(args, found)
     except KeyboardInterrupt:
         interrupted = True
-    benchmark.bar.close()
-    share = neighbours.tell()
     results = {
-        "version": 1,
         "begin": begin,
         "complete": not interrupted,
         "command": shlex.join(["python", "scripts/tools/benchmark.py", *sys.argv[1:]]),
         "dataset": args.dataset,
         "device": args.device,
         "rounds": args.rounds,
-        "num_workers": args.num_workers,
         "flags": args.flags,
         "machine": machine,
-        "others_share": share,
-        **benchmark.results(),
+        "others": describe_others(),
+        "rows": build_rows(args, found),
     }
     write_json(folder / "benchmark.json", results)
-    (folder / "benchmark.md").write_text(report.markdown(results))
-    chart = report.draw(results, folder / "benchmark.png")
-    print(report.text(results))
-    print(f"\n{chart}\nresults in {folder}/benchmark.json and benchmark.md")
+    (folder / "benchmark.txt").write_text(text(results) + "\n")
+    print(f"{text(results)}\n\nresults in {folder}/benchmark.json and benchmark.txt")
     if interrupted:
         print("benchmark.py: interrupted: these are the runs that were complete", file=sys.stderr)
         return 130
@@ -299,7 +322,7 @@ def measure(args: argparse.Namespace) -> int:
 def main() -> int:
     args = parse_args(sys.argv[1:])
     trial.raise_on_sigterm()
-    return guard(report.compare if args.compare else measure, args)
+    return guard(measure, args)
 
 
 if __name__ == "__main__":

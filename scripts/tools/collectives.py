@@ -1,5 +1,13 @@
-"""What the tools measure of a process group. Not a command of its own."""
+"""Measure an all-reduce between the ranks of a job: its latency, its bandwidth, its sums.
 
+    torchrun --standalone --nproc_per_node 2 scripts/tools/collectives.py
+
+Prints seconds by bytes, as JSON. scaling.py and doctor.py measure with it, too.
+"""
+
+import json
+import os
+import sys
 import time
 from collections.abc import Sequence
 
@@ -35,3 +43,19 @@ def time_all_reduce(
             is_right &= bool((values == world_size * (world_size + 1) / 2).all())
         results[size] = min(times), is_right
     return results
+
+
+def main() -> None:
+    if "RANK" not in os.environ:
+        sys.exit("collectives.py: error: it measures between ranks: start it with torchrun")
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    found = time_all_reduce((4, 2**10, 2**20, 2**22), device, 20)
+    if dist.get_rank() == 0:
+        print(json.dumps({size: seconds for size, (seconds, _) in found.items()}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,19 +1,21 @@
-"""Examine a machine, or all that a job is going to use, before a training does.
+"""Examine a machine, or all machines of a job, before a run does.
 
     python scripts/tools/doctor.py
     torchrun --standalone --nproc_per_node 2 scripts/tools/doctor.py
     srun python scripts/tools/doctor.py --json
 
 Start it with the launcher, the settings and the flags of the training. Rank 0 prints a table of
-checks, each with what was found and how to mend it; the exit status is 1 if one failed.
+checks, each with what was found and how to repair it. The exit status is 1 if one failed.
 """
 
 import argparse
 import json
 import os
 import platform
+import resource
 import socket
 import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -22,36 +24,142 @@ from contextlib import suppress
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
 from collectives import largest, time_all_reduce
-from host import (
-    FAILURE,
-    OK,
-    WARNING,
-    Facts,
-    Finding,
-    check_gpus,
-    check_limits,
-    facts_of_device,
-    facts_of_driver,
-    facts_of_host,
-    judge,
-)
 
 import data
 from utils import config, distributed, signals
 from utils.cluster import members
 from utils.cluster.launch import Job, launch
-from utils.datasets.sources import RAW_FILES
 from utils.device import select_devices, setup_device, usable_cores
+from utils.errors import describe
 
 SLOW_FACTOR = 1.5  # times the median
 SIZES = (4, 2**10, 2**20, 2**24)  # bytes to all-reduce
+OK, WARNING, FAILURE = "ok", "warning", "failure"
+OTHERS_MIB = 100  # of memory in use on a GPU that are worth a warning
+SHM_MIB = 512  # a container has 64 unless it is given more
+OPEN_FILES = 1024  # what most systems give
+Facts = list[dict[str, Any]]  # of all ranks, in their order
+
+
+class Finding(NamedTuple):
+    """A row of the doctor's table."""
+
+    check: str
+    state: str
+    found: str
+    fix: str = ""
+
+
+def judge(check: str, problems: list[str], found: str, fix: str, state: str = WARNING) -> Finding:
+    """Return a row: the problems, in that state, with their cure; or what was found."""
+    text = "; ".join(sorted(set(problems)))
+    return Finding(check, state, text, fix) if text else Finding(check, OK, found)
+
+
+def facts_of_host() -> dict[str, Any]:
+    """Return MiB free in /dev/shm, what ``ulimit`` allows (None: any number)."""
+    facts: dict[str, Any] = {"shm": None}
+    with suppress(OSError):  # not on every system
+        status = os.statvfs("/dev/shm")
+        facts["shm"] = status.f_bavail * status.f_frsize // 2**20
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return facts | {"files": None if files == resource.RLIM_INFINITY else files}
+
+
+def ask_driver() -> dict[str, list[str]]:
+    """Return MiB in use, and the driver's version, by the UUID of each GPU.
+
+    By UUID, as nvidia-smi and CUDA number GPUs in orders of their own. To be asked before this job
+    takes memory itself.
+    """
+    query = "--query-gpu=uuid,memory.used,driver_version"
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    with suppress(OSError, subprocess.SubprocessError):
+        answer = subprocess.check_output(command, text=True, timeout=10, stderr=subprocess.DEVNULL)
+        rows = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines()]
+        return {uuid: rest for uuid, *rest in rows}
+    return {}
+
+
+def facts_of_device(
+    device: torch.device, visible: list[torch.device], gpus: dict[str, list[str]]
+) -> dict[str, Any]:
+    """Return what is known of this rank's device, and of its way to the others that it sees."""
+    driver = next((row[1] for row in gpus.values()), "")
+    if device.type != "cuda":
+        return {"device": device.type, "driver": driver}
+    properties = torch.cuda.get_device_properties(device)
+    uuid = f"GPU-{properties.uuid}"
+    used = gpus.get(uuid, ["", ""])[0]
+    others = [other for other in visible if other != device]
+    return {
+        "device": f"{device} {properties.name}",
+        "driver": driver,
+        "uuid": uuid,
+        "visible": distributed.find_gpus(visible),
+        "used": int(used) if used.isdecimal() else 0,  # "[N/A]"
+        "far": [str(o) for o in others if not torch.cuda.can_device_access_peer(device, o)],
+    }
+
+
+def check_limits(facts: Facts) -> list[Finding]:
+    """Return the rows about what the hosts allow."""
+    enough = max(OPEN_FILES, 4 * len(facts))  # rank 0 holds several connections to each rank
+
+    def low(name: str, least: int) -> list[str]:
+        found = [fact for fact in facts if fact[name] is not None and fact[name] < least]
+        return [f"{fact[name]} on {fact['name']}" for fact in found]
+
+    shm, files = (", ".join(sorted({str(f[n] or "-") for f in facts})) for n in ("shm", "files"))
+    cure = "--shm-size=1g for a container, in Kubernetes a volume emptyDir with medium: Memory"
+    return [
+        judge("/dev/shm MiB", low("shm", SHM_MIB), f"{shm} free", cure),
+        judge("open files", low("files", enough), f"{files} for a process", "ulimit -n 65536"),
+    ]
+
+
+def check_gpus(facts: Facts, backend: str) -> list[Finding]:
+    """Return the rows about devices, their memory, peer access and the driver."""
+    uuids = [fact.get("uuid", str(rank)) for rank, fact in enumerate(facts)]
+    shared = [
+        f"rank {rank} shares {fact['device']}"
+        for rank, fact in enumerate(facts)
+        if uuids.count(uuids[rank]) > 1
+    ]
+    devices = {
+        f"{fact['device']} ({fact['uuid'][:12]}, one of {len(fact['visible'])} visible)"
+        if "uuid" in fact
+        else fact["device"]
+        for fact in facts
+    }
+    used = [
+        f"{fact['used']} MiB of {fact['device']} on {fact['name']} in use by other programs"
+        for fact in facts
+        if fact.get("used", 0) > OTHERS_MIB
+    ]
+    far = [
+        f"none between {fact['device']} and {other} on {fact['name']}"
+        for fact in facts
+        for other in fact.get("far", ())
+    ]
+    drivers = sorted({fact["driver"] for fact in facts})
+    differ = [f"{fact['driver'] or 'none'} on {fact['name']}" for fact in facts]
+    state = FAILURE if backend == "nccl" else WARNING
+    slower = "it is slower without; if the first collective hangs: NCCL_P2P_DISABLE=1"
+    same = "install the same on every host"
+    return [
+        judge("devices", shared, ", ".join(sorted(devices)), "one process for each GPU", state),
+        judge("GPU memory", used, "free", "see nvidia-smi, or choose others with --devices"),
+        judge("peer access", far, "between all GPUs that a rank sees", slower),
+        judge("driver", differ if len(drivers) > 1 else [], ", ".join(drivers) or "none", same),
+    ]
 
 
 def versions() -> dict[str, str]:
@@ -64,35 +172,33 @@ def versions() -> dict[str, str]:
     return found
 
 
-def address_of(name: str) -> str:
-    try:
-        return socket.gethostbyname(name)
-    except OSError:
-        return ""
-
-
-def describe_data(name: str, data_dir: str) -> dict[str, Any]:
-    """Return a checksum of the data, and what tells one disk from another; or nothing."""
-    path = Path(data_dir) / data.SOURCES[name].folder / "raw" / RAW_FILES[0]
-    if not path.exists():
+def facts_of_data(name: str, data_dir: str) -> dict[str, Any]:
+    """Return a checksum of a data set, or why it can't be read; nothing if it isn't fetched yet."""
+    source = data.SOURCES[name]
+    if source.mirrors and not Path(data_dir, source.folder).is_dir():
         return {}
-    checksum = 0
-    for part in data.load_dataset(name, data_dir):
-        for tensor in (part.images, part.labels):
-            checksum = zlib.crc32(tensor.numpy().tobytes(), checksum)
-    status = path.stat()
-    return {"sum": checksum, "file": (status.st_ino, status.st_mtime_ns)}
+    try:
+        checksum = 0
+        for part in data.load_dataset(name, data_dir):
+            for tensor in (part.images, part.labels):
+                checksum = zlib.crc32(tensor.contiguous().numpy().data, checksum)
+        return {"sum": checksum}
+    except Exception as error:  # a user's own function fails in any way
+        return {"problem": describe(error)}
 
 
 def facts_of_this_rank(args: argparse.Namespace) -> dict[str, Any]:
+    address = ""
+    with suppress(OSError):
+        address = socket.gethostbyname(socket.gethostname())
     kept = ("GLOO_", "NCCL_", "TORCH_", "LOCAL_WORLD_SIZE")
     return {
         "host": members.host_identity(),
         "name": socket.gethostname(),
-        "address": address_of(socket.gethostname()),
+        "address": address,
         "versions": versions(),
         "variables": {k: v for k, v in os.environ.items() if k.startswith(kept)},
-        "data": describe_data(args.dataset, args.data_dir),
+        "data": facts_of_data(args.dataset, args.data_dir),
         "cores": usable_cores(),
         **facts_of_host(),
     }
@@ -110,7 +216,7 @@ def seconds_of_work(device: torch.device) -> float:
     return min(times)
 
 
-def check_all_reduce(device: torch.device, world_size: int) -> list[Finding]:
+def check_all_reduce(device: torch.device, world_size: int) -> Finding:
     """Check sums, latency and bandwidth, over the size of the message. Collective."""
     told, wrong = [], []
     for size, (seconds, is_right) in time_all_reduce(SIZES, device).items():
@@ -118,35 +224,28 @@ def check_all_reduce(device: torch.device, world_size: int) -> list[Finding]:
         rate = size * 2 * (world_size - 1) / world_size / seconds / 1e6
         told.append(f"{size:,} B {seconds * 1e3:.2f} ms {rate:,.1f} MB/s")
         if not is_right:
-            wrong.append(f"{size} bytes")
-    if wrong:
-        return [Finding("all-reduce", FAILURE, f"wrong sums at {wrong}", "try --backend gloo")]
-    return [Finding("all-reduce", OK, "; ".join(told))]
+            wrong.append(f"wrong sums of {size} bytes")
+    return judge("all-reduce", wrong, "; ".join(told), "try --backend gloo", FAILURE)
 
 
 def unreachable_hosts(facts: Facts, rank: int) -> list[str]:
-    """Return the hosts that this one cannot reach by what their own names resolve to. Collective.
-
-    The address that a host finds for itself is the one that programs tell to the others.
-    """
+    """Return the hosts that this one cannot reach at the addresses that they find. Collective."""
     found: list[str] = []
     with socket.create_server(("", 0), backlog=1024) as listener:
         ports: list[Any] = [None] * len(facts)
         dist.all_gather_object(ports, listener.getsockname()[1])
-        others = {
-            fact["host"]: (fact, port) for fact, port in zip(facts, ports, strict=True)
-        }.values()
+        others = {f["host"]: (f, port) for f, port in zip(facts, ports, strict=True)}
+        others.pop(facts[rank]["host"])
 
         def probe(fact: dict[str, Any], port: int) -> None:
-            if fact["host"] != facts[rank]["host"]:
-                try:
-                    if fact["address"].startswith("127."):
-                        raise OSError("that is each host itself")
-                    socket.create_connection((fact["address"], port), timeout=2).close()
-                except OSError:
-                    found.append(f"{fact['name']} resolves to {fact['address'] or 'nothing'}")
+            try:
+                if fact["address"].startswith("127."):
+                    raise OSError("that is each host itself")
+                socket.create_connection((fact["address"], port), timeout=2).close()
+            except OSError:
+                found.append(f"{fact['name']} resolves to {fact['address'] or 'nothing'}")
 
-        threads = [threading.Thread(target=probe, args=other) for other in others]
+        threads = [threading.Thread(target=probe, args=other) for other in others.values()]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -161,77 +260,76 @@ def differing(facts: Facts, key: str) -> list[str]:
     return [name for name in names if len({fact[key].get(name) for fact in facts}) > 1]
 
 
+def check_data(facts: Facts, where: str) -> Finding:
+    absent = [f"no {where} on {fact['name']}" for fact in facts if not fact["data"]]
+    if absent:
+        return judge("data", absent, "", "the first process will fetch and prepare it")
+    broken = [f"{f['data']['problem']} on {f['name']}" for f in facts if "problem" in f["data"]]
+    if broken:
+        return judge("data", broken, "", "make it readable on every host", FAILURE)
+    sums = {fact["data"]["sum"] for fact in facts}
+    problems = [f"{where} differs from rank to rank"] if len(sums) > 1 else []
+    cure = "prepare it again on every host; give a set of your own one order and one seed"
+    return judge("data", problems, f"{where}, the same on all ranks", cure, FAILURE)
+
+
 def examine(facts: Facts, args: argparse.Namespace, backend: str) -> list[Finding]:
     """Turn the facts of all ranks into rows."""
     hosts: dict[str, Facts] = {}
     for fact in facts:
         hosts.setdefault(fact["host"], []).append(fact)
     groups = [(group[0]["name"], group) for group in hosts.values()]
-    rows = []
 
-    def row(check: str, problems: list[str], found: str, fix: str, state: str = WARNING) -> None:
-        rows.append(judge(check, problems, found, fix, state))
-
-    row("rendezvous", [], ", ".join(f"{len(g)} processes on {name}" for name, g in groups), "")
-    problems = [
+    rendezvous = ", ".join(f"{len(group)} processes on {name}" for name, group in groups)
+    installed = ", ".join(" ".join(item) for item in facts[0]["versions"].items())
+    unlike = [
         f"{name} {' / '.join(sorted({fact['versions'].get(name, '-') for fact in facts}))}"
         for name in differing(facts, "versions")
     ]
-    found = ", ".join(" ".join(item) for item in facts[0]["versions"].items())
-    row("versions", problems, found, "install the same packages on every host", FAILURE)
-
     names = [n for n in differing(facts, "variables") if not n.endswith(("IFNAME", "WORLD_SIZE"))]
-    problems = [f"{name} is not the same on all ranks" for name in names]
+    variables = [f"{name} is not the same on all ranks" for name in names]
     for name, group in groups:
         told = group[0]["variables"].get("LOCAL_WORLD_SIZE", str(len(group)))
         if told != str(len(group)):
-            problems.append(f"LOCAL_WORLD_SIZE={told} for {len(group)} processes on {name}")
-    row("variables", problems, "consistent", "export them on every host")
-
-    problems = [text for fact in facts for text in fact["unreachable"]]
-    fix = "in /etc/hosts, give the name the address that others use; or set GLOO_SOCKET_IFNAME"
-    row("hostnames", problems, "resolve to where the others can reach them", fix)
+            variables.append(f"LOCAL_WORLD_SIZE={told} for {len(group)} processes on {name}")
+    unreachable = [text for fact in facts for text in fact["unreachable"]]
+    address = "in /etc/hosts, give the name the address that others use; or set GLOO_SOCKET_IFNAME"
     chosen = {f"{f['interface'] or 'where the hostname leads'} on {f['name']}" for f in facts}
-    row("interface", [], f"{backend}: {', '.join(sorted(chosen))}", "")
-
-    rows += check_gpus(facts, backend) + check_limits(facts)
-
-    where, sums = f"{args.dataset} in {args.data_dir}", {f["data"].get("sum") for f in facts}
-    files = {fact["data"].get("file") for fact in facts}
-    found = where + (", one disk" if len(files) == 1 else ", a copy on each host")
-    absent = [f"no {where} on {fact['name']}" for fact in facts if not fact["data"]]
-    if absent:
-        row("data", absent, "", "the first process will fetch and prepare it")
-    else:
-        problems = [f"{where} differs from host to host"] if len(sums) > 1 else []
-        row("data", problems, found, "delete the copies and have them prepared anew", FAILURE)
-
-    problems = [
+    threads = ", ".join(f"{g[0]['threads']} x {len(g)} on {g[0]['cores']} cores" for _, g in groups)
+    crowded = [
         f"{sum(fact['threads'] for fact in group)} threads on {group[0]['cores']} cores of {name}"
         for name, group in groups
         if sum(fact["threads"] for fact in group) > group[0]["cores"]
     ]
-    found = ", ".join(f"{g[0]['threads']} x {len(g)} on {g[0]['cores']} cores" for _, g in groups)
-    row("threads", problems, found, "start fewer processes, or lower --threads")
-
     median = statistics.median(fact["work"] for fact in facts)
-    problems = [
+    slow = [
         f"rank {rank} on {fact['name']} takes {fact['work'] / median:.1f} x the median"
         for rank, fact in enumerate(facts)
         if fact["work"] > SLOW_FACTOR * median
     ]
-    found = f"every rank within {SLOW_FACTOR} x the median"
-    row("speed", problems, found, "all wait for it: see what else runs there")
-    return rows
+    even = f"every rank within {SLOW_FACTOR} x the median"
+    return [
+        Finding("rendezvous", OK, rendezvous),
+        judge("versions", unlike, installed, "install the same packages on every host", FAILURE),
+        judge("variables", variables, "consistent", "export them on every host"),
+        judge("hostnames", unreachable, "resolve to where the others can reach them", address),
+        Finding("interface", OK, f"{backend}: {', '.join(sorted(chosen))}"),
+        *check_gpus(facts, backend),
+        *check_limits(facts),
+        check_data(facts, f"{args.dataset} in {args.data_dir}"),
+        judge("threads", crowded, threads, "start fewer processes, or lower --threads"),
+        judge("speed", slow, even, "all wait for it: see what else runs there", WARNING),
+    ]
 
 
 def run(args: argparse.Namespace, job: Job) -> int:
     """Examine, report from rank 0, and return the exit status."""
-    out = reserve_stdout() if args.json else None
-    own, driver = facts_of_this_rank(args), facts_of_driver()
-    rank, local_rank, world_size = (
-        int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    )
+    out = os.dup(1)
+    if args.json:  # for which gloo must not write there, too (torch 2.9)
+        os.dup2(2, 1)
+    own, gpus = facts_of_this_rank(args), ask_driver()
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    rank, local_rank, world_size = (int(os.environ[name]) for name in names)
     devices = select_devices(args.device, args.devices)
     device = devices[local_rank % len(devices)]
     setup_device(device, args.threads, job.ranks_sharing_cores)
@@ -244,35 +342,27 @@ def run(args: argparse.Namespace, job: Job) -> int:
         timeout=timedelta(seconds=args.timeout),
         device_id=device if backend == "nccl" else None,
     )
-    own |= facts_of_device(device, devices, driver)
+    own |= facts_of_device(device, devices, gpus)
     own |= {"threads": torch.get_num_threads(), "interface": os.environ.get("GLOO_SOCKET_IFNAME")}
     own["work"] = seconds_of_work(device)
     facts: Facts = [{}] * world_size
     dist.all_gather_object(facts, own)
     own["unreachable"] = unreachable_hosts(facts, rank)
     dist.all_gather_object(facts, own)
-    reduced = check_all_reduce(device, world_size)
-    rows = [*examine(facts, args, backend), *reduced] if rank == 0 else []
+    rows = [check_all_reduce(device, world_size)]
     if rank == 0:
-        report(rows, out)
-    return largest(int(any(row.state == FAILURE for row in [*rows, *reduced])))
+        rows = [*examine(facts, args, backend), *rows]
+        report(rows, out if args.json else None)
+    return largest(int(any(row.state == FAILURE for row in rows)))
 
 
-def reserve_stdout() -> TextIO:
-    """Return standard output for the JSON alone: gloo writes there, too (torch 2.9)."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return out
-
-
-def report(rows: list[Finding], json_file: TextIO | None) -> None:
+def report(rows: list[Finding], json_file: int | None) -> None:
     if json_file is not None:
-        found = [row._asdict() for row in rows]
-        print(json.dumps(found, indent=2), file=json_file, flush=True)
+        os.write(json_file, json.dumps([row._asdict() for row in rows], indent=2).encode())
         return
     for row in rows:
-        fix = f"\n{'':21}-> {row.fix}" if row.fix and row.state != OK else ""
-        print(f"{row.check:<11}  {row.state:<7}  {row.found}{fix}", flush=True)
+        fix = f"\n{'':23}-> {row.fix}" if row.fix and row.state != OK else ""
+        print(f"{row.check:<12}  {row.state:<7}  {row.found}{fix}", flush=True)
 
 
 def main() -> int:

@@ -2,28 +2,27 @@
 
     python scripts/tools/predict.py runs/single-20260101-120000 digit.png
     python scripts/tools/predict.py runs/single-20260101-120000 --test
-    python scripts/tools/predict.py runs/single-20260101-120000 --export digits.pt2
-    python scripts/tools/predict.py digits.pt2 digit.png
 
-Takes the run directory or a checkpoint of any of the three scripts. An image may be of any size,
-in colour or grey, dark on light or light on dark. It is made into what the data set consists of:
-grey, light on dark, cut to what is drawn, scaled so that the longer side has 20 pixels, and its
-centre of mass put into the middle of 28 x 28 pixels. One of 28 x 28 is taken to be in that form.
+Takes the run directory or a checkpoint of any of the three scripts. A picture of a digit, a PNG or
+JPEG, is made into what MNIST consists of: grey, light on dark, cut to what is drawn, its longer
+side scaled to 20 pixels, its centre of mass in the middle of 28 x 28. For a data set of your own it
+is scaled to the size of that set's images. --test also draws the confusion matrix and the mistakes
+into the run's TensorBoard and into PNG files in its folder.
 """
 
 import argparse
 import json
+import math
 import sys
 import warnings
-import zipfile
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from photo import InputError, normalise, read_image
+import torch.nn.functional as F
+import trial
 from torch import Tensor, nn
 
 import data
@@ -31,198 +30,208 @@ import models
 from utils.checkpoint import read_checkpoint
 from utils.config import MAX_THREADS, OneLineParser, number
 from utils.device import Precision, select_devices, setup_device
-from utils.errors import UsageError, guard, printable
-from utils.pictures import draw_mistakes
+from utils.errors import UsageError, UserError, guard, printable
 from utils.weights import match_weights
 
+# The data sets whose images have MNIST's form, with the longer side of what is shown, in pixels.
+BOXES = {"mnist": 20, "synthetic": 20, "fashion-mnist": 28}
 CLASSES = {
     "fashion-mnist": (
         *("T-shirt", "trouser", "pullover", "dress", "coat"),
         *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
     )
 }
-BOX = {"fashion-mnist": 28}  # pixels, the longer side of what is shown; 20 for digits
-MAX_MISTAKES = 400
-# Of a run's flags and its result, with their types; in another precision a few predictions differ.
-TOLD = {"amp": str, "data_dir": str, "test_correct": int, "global_step": int}
 PRECISIONS = ("off", "bf16", "fp16")
-IDENTITY = "identity.json"  # what an exported file says of itself
-CHECKED = 1000  # test images that an exported file has to answer like its original
-TOLERANCE = 1e-4  # of a probability, for other kernels than the original's
+Sets = tuple[data.ImageSet, data.ImageSet]  # training set and test set
+SIDE = 28  # pixels of an image of MNIST, and of those that have its form
+WORKING_SIZE = 280  # pixels: larger images are shrunk first, which also smooths a photo's grain
+MIN_CONTRAST = 25  # of 255
+PAPER = 0.2  # share of the darkest ink up to which all is paper: its grain, shadows
+COLUMNS, MAX_MISTAKES = 8, 48
+MAX_NAMED = 20  # classes, up to which the cells of the matrix have numbers
 
 
-class Classifier(nn.Module):
-    """A network with the normalisation of its images: bytes in, logits out.
+class InputError(UserError):
+    """A file that cannot be used; the message says why."""
 
-    What leaves the training goes by this form, so that nobody has to know mean and standard
-    deviation of the data set.
+    exit_status = 2
 
-    Args:
-        model: takes images as ``data.Transform`` returns them, and returns logits [B, C].
-        dataset: a key of ``data.SOURCES``, for the normalisation.
-        device: where the model is.
+
+def read_image(path: Path, mode: str = "L") -> Tensor:
+    """Return the pixels of a PNG or JPEG, uint8 [H, W], or [3, H, W] with the mode ``RGB``."""
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as error:
+        raise InputError("needs Pillow: pip install pillow") from error
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            # No other formats: for EPS Pillow would start Ghostscript.
+            with Image.open(path, formats=("PNG", "JPEG")) as file:
+                image = ImageOps.exif_transpose(file)  # upright, as the camera was held
+        if image.mode not in ("1", "L", "P", "RGB") or "transparency" in image.info:
+            raise InputError(f"is transparent, or of 16 bits ({image.mode}): save it as a JPEG")
+        image = image.convert(mode)
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError):
+        raise InputError(
+            f"has more than {Image.MAX_IMAGE_PIXELS:,} pixels: shrink it first"
+        ) from None
+    except InputError:
+        raise
+    except Exception as error:  # a damaged image fails in many ways
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        raise InputError(f"cannot be read as a PNG or JPEG ({reason})") from error
+    levels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    levels = levels.view(image.height, image.width, -1).permute(2, 0, 1)
+    return levels if mode == "RGB" else levels[0]
+
+
+def resize(pixels: Tensor, height: int, width: int) -> Tensor:
+    """Scale [..., H, W], smoothing if it shrinks; the result is float."""
+    images = pixels.float().reshape(1, -1, *pixels.shape[-2:])
+    scaled = F.interpolate(images, (height, width), mode="bilinear", antialias=True)
+    return scaled.view(*pixels.shape[:-2], height, width)
+
+
+def normalise(levels: Tensor, box: int) -> Tensor:
+    """Turn grey levels [H, W] into an image of MNIST's form, uint8 [28, 28], light on dark.
+
+    As MNIST was made (http://yann.lecun.com/exdb/mnist): what is drawn is fitted into ``box`` x
+    ``box`` pixels, and its centre of mass put into the middle. The border shows the background.
+    An image of 28 x 28 has that form already, and is at most inverted.
     """
+    pixels = levels.float()
+    if (longer := max(pixels.shape)) > WORKING_SIZE:
+        height, width = (max(1, side * WORKING_SIZE // longer) for side in pixels.shape)
+        pixels = resize(pixels, height, width)
+    border = torch.cat([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]]).median()
+    darker, lighter = border - pixels.min(), pixels.max() - border
+    if max(darker, lighter) < MIN_CONTRAST:
+        raise InputError("shows nothing: all of it has about the same grey")
+    if pixels.shape == (SIDE, SIDE):
+        return (255 - pixels if darker > lighter else pixels).to(torch.uint8)
+    ink = (border - pixels if darker > lighter else pixels - border).clamp(min=0)
+    ink[ink < PAPER * ink.max()] = 0
+    rows, columns = ink.amax(1).nonzero(), ink.amax(0).nonzero()
+    ink = ink[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
+    height, width = (max(1, round(side * box / max(ink.shape))) for side in ink.shape)
+    ink = resize(ink, height, width)
+    ink *= 255 / ink.max()  # a thin line fades when it shrinks
+    canvas = torch.zeros(SIDE, SIDE)
+    weights = ink.sum(1), ink.sum(0)
+    centres = [float((w * torch.arange(len(w))).sum() / w.sum()) for w in weights]
+    # To whole pixels, and never over the edge.
+    top, left = (
+        min(max(0, round((SIDE - 1) / 2 - centre)), SIDE - side)
+        for centre, side in zip(centres, ink.shape, strict=True)
+    )
+    canvas[top : top + height, left : left + width] = ink
+    return canvas.round().to(torch.uint8)
 
-    def __init__(self, model: nn.Module, dataset: str, device: torch.device) -> None:
-        super().__init__()
-        self.model = model
-        self.transform = data.Transform(device, dataset)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Take images uint8 [B, 28, 28], light on dark, and return logits [B, C]."""
-        pixels, _ = self.transform(images, images)  # there are no labels
-        return self.model(pixels)
+def confusion_matrix(labels: Tensor, predictions: Tensor) -> Tensor:
+    """Count [C, C] how often each label (row) got each prediction (column)."""
+    classes = int(torch.cat([labels, predictions]).max()) + 1
+    cells = labels * classes + predictions
+    return cells.bincount(minlength=classes**2).view(classes, classes)
+
+
+def draw_confusion(figure: Any, matrix: Tensor) -> None:
+    """Draw a confusion matrix into a figure of matplotlib.
+
+    The blue grows with the logarithm of the count, or a few mistakes would not show.
+    """
+    axis = figure.subplots()
+    axis.imshow(matrix.double().log1p().numpy(), cmap="Blues")
+    correct, total = int(matrix.trace()), int(matrix.sum())
+    axis.set_title(f"{correct:,} of {total:,} correct", fontsize=10)
+    axis.set(xlabel="prediction", ylabel="label")
+    if len(matrix) > MAX_NAMED:
+        return
+    axis.set_xticks(range(len(matrix)))
+    axis.set_yticks(range(len(matrix)))
+    for row, column in matrix.nonzero().tolist():
+        colour = "white" if row == column else "black"
+        number = str(int(matrix[row, column]))
+        axis.text(column, row, number, ha="center", va="center", fontsize=7, color=colour)
+
+
+def draw_mistakes(
+    figure: Any, images: Tensor, labels: Tensor, predictions: Tensor, confidences: Tensor
+) -> None:
+    """Draw the images with a wrong prediction, the most confident first, into a figure."""
+    wrong = (predictions != labels).nonzero().flatten()
+    shown = wrong[confidences[wrong].argsort(descending=True, stable=True)][:MAX_MISTAKES]
+    title = f"{len(wrong):,} of {len(labels):,} wrong: label > prediction, its probability"
+    figure.suptitle(title, fontsize=10)
+    axes = figure.subplots(max(1, math.ceil(len(shown) / COLUMNS)), COLUMNS, squeeze=False)
+    for axis in axes.flat:
+        axis.set_axis_off()
+    for axis, index in zip(axes.flat, shown.tolist(), strict=False):
+        image = images[index].cpu()
+        if image.ndim == 3:  # colour, or the first channel alone
+            image = image.permute(1, 2, 0) if len(image) == 3 else image[0]
+        axis.imshow(image.numpy(), cmap="gray", vmin=0, vmax=255)
+        told = f"{labels[index]} > {predictions[index]} {confidences[index]:.0%}"
+        axis.set_title(told, fontsize=8, color="#b2182b")
+
+
+class Trained(NamedTuple):
+    """A network to ask, where its checkpoint stands, and what its run says of itself."""
+
+    model: nn.Module
+    dataset: str
+    device: torch.device
+    folder: Path
+    progress: dict[str, Any]
+    told: dict[str, Any]
 
 
 @torch.inference_mode()
-def probabilities_of(classifier: nn.Module, images: Tensor, precision: Precision) -> Tensor:
-    """Return the probabilities [N, C], on the CPU, of images uint8 [N, 28, 28].
+def probabilities_of(trained: Trained, images: Tensor, precision: Precision) -> Tensor:
+    """Return the probabilities [N, C], on the CPU, of images uint8 [N, ...].
 
     In the batches of the evaluation, and in float64, in which no two logits round to one
     probability: so the predictions are those that the evaluation counts.
     """
-    logits = []
+    logits, transform = [], data.Transform(trained.device, trained.dataset)
     for batch in images.split(data.EVAL_BATCH_SIZE):
+        pixels, _ = transform(batch, batch)  # there are no labels
         with precision.autocast():
-            logits.append(classifier(batch).cpu().double())
-    return torch.cat(logits).softmax(1)
-
-
-@dataclass
-class Trained:
-    """A network to ask, and what is known of it.
-
-    Attributes:
-        classifier: takes images uint8 [B, 28, 28], returns logits [B, C].
-        dataset: that it was trained on.
-        model: its name in ``models.MODELS``.
-        device: where it computes.
-        run: what the run directory says, flags and summary; empty without one.
-        step: optimizer steps behind it; None in an exported file.
-    """
-
-    classifier: nn.Module
-    dataset: str
-    model: str
-    device: torch.device
-    run: dict[str, Any]
-    step: int | None = None
+            logits.append(trained.model(pixels).cpu().double())
+    outputs = torch.cat(logits)
+    if outputs.ndim != 2:
+        raise UsageError(f"the model returns {list(outputs.shape)}, no logits of classes [B, C]")
+    return outputs.softmax(1)
 
 
 def load(path: Path, device: torch.device) -> Trained:
-    """Load a run directory, a checkpoint or an exported file.
-
-    Raises:
-        InputError, CheckpointError: not there, or not one of these.
-    """
+    """Load a run directory or a checkpoint."""
     if path.is_dir():
         path = path / "checkpoints" / "last.pt"
         if not path.exists():
             raise InputError(
                 f"{path.parent.parent} is no run directory: it has no checkpoints/last.pt"
             )
-    if path.suffix == ".pt2":
-        return load_exported(path)
     state = read_checkpoint(path)
-    name, dataset = known_names(state["identity"], path)
-    model = models.build_model(name)
-    report = match_weights(model.state_dict(), state["model"])
-    if report.problems:
-        raise InputError(f"{path} does not fit {name} in models.py: {report.problems[0]}")
-    model.load_state_dict(state["model"])
-    classifier = Classifier(model.to(device), dataset, device).eval()
-    run = read_run(path.parent.parent) if path.parent.name == "checkpoints" else {}
-    return Trained(classifier, dataset, name, device, run, state["progress"]["global_step"])
-
-
-def known_names(identity: Any, path: Path) -> tuple[str, str]:
-    """Return the model and the data set that a file names.
-
-    Raises:
-        InputError: this project has none of these names.
-    """
-    identity = identity if isinstance(identity, dict) else {}
-    model, dataset = str(identity.get("model")), str(identity.get("dataset"))
-    if model not in models.MODELS:
-        raise InputError(f"{path} holds a model {model}: add it to MODELS in models.py")
+    name, dataset = (str(state["identity"].get(key)) for key in ("model", "dataset"))
+    if name not in models.MODELS:
+        raise InputError(f"{path} holds a model {name}: add it to MODELS in models.py")
     if dataset not in data.SOURCES:
         raise InputError(f"{path} was trained on {dataset}: add it to SOURCES, for the images")
-    return model, dataset
-
-
-def read_run(folder: Path) -> dict[str, Any]:
-    """Return what a run directory says under the names of ``TOLD``, as far as it does."""
-    found: dict[str, Any] = {}
-    for name in ("args.json", "summary.json"):
-        path = folder / name
+    model = models.build_model(name)
+    _, problems = match_weights(model.state_dict(), state["model"])
+    if problems:
+        raise InputError(f"{path} does not fit {name} in models.py: {problems[0]}")
+    model.load_state_dict(state["model"])
+    folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+    told: dict[str, Any] = {}
+    for part in ("args.json", "summary.json"):
         try:
-            content = json.loads(path.read_text()) if path.is_file() else None  # no pipe
-        except (OSError, ValueError, RecursionError):
+            told |= json.loads((folder / part).read_text())
+        except (OSError, ValueError, TypeError):  # a lone checkpoint, or a run that still trains
             continue
-        if isinstance(content, dict):
-            kept = {name: content.get(name) for name in TOLD}
-            found |= {name: v for name, v in kept.items() if isinstance(v, TOLD[name])}
-    return found
-
-
-def load_exported(path: Path) -> Trained:
-    """Load a file that ``--export`` wrote; it computes on the CPU.
-
-    Loading can run what the file holds: PyTorch reads these without ``weights_only``.
-    """
-    if not path.exists():
-        raise InputError(f"{path} does not exist")
-    if not path.is_file():  # a pipe would be waited for without an end
-        raise InputError(f"{path} is not a file")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = [name for name in archive.namelist() if name.endswith(IDENTITY)]
-            if not names or archive.testzip() is not None:
-                raise InputError(f"{path} is damaged, or not a file that --export wrote")
-            identity = json.loads(archive.read(names[0]))
-        name, dataset = known_names(identity, path)
-        program = torch.export.load(path)
-    except InputError:
-        raise
-    except Exception as error:  # what is no archive fails in zipfile, zlib and torch alike
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"{path} is not a file that --export wrote ({reason})") from error
-    return Trained(program.module(), dataset, name, torch.device("cpu"), {})
-
-
-def export(trained: Trained, path: Path, images: Tensor) -> float:
-    """Write the network with its normalisation, load it again, and compare the two.
-
-    Args:
-        trained: on the CPU.
-        path: ends in .pt2.
-        images: uint8 [N, 28, 28], to compare on, in batches of several sizes.
-
-    Returns:
-        The largest difference between two probabilities.
-
-    Raises:
-        InputError: the file cannot be written, or answers something else.
-    """
-    batch = torch.export.Dim("batch")
-    program = torch.export.export(
-        trained.classifier, (images[:2],), dynamic_shapes={"images": {0: batch}}, strict=False
-    )
-    identity = {"model": trained.model, "dataset": trained.dataset}
-    try:
-        with warnings.catch_warnings():  # about tensors in another order of memory, which are whole
-            warnings.simplefilter("ignore")
-            torch.export.save(program, path, extra_files={IDENTITY: json.dumps(identity)})
-    except (OSError, RuntimeError) as error:
-        raise InputError(f"cannot write {path}: {error}".splitlines()[0]) from error
-    again, precision = load_exported(path), Precision(trained.device, "off")
-    worst = 0.0
-    for some in (images[:1], images[:7], images):
-        ours, theirs = (probabilities_of(t.classifier, some, precision) for t in (trained, again))
-        worst = max(worst, float((ours - theirs).abs().max()))
-    if not worst <= TOLERANCE:
-        raise InputError(f"{path} differs from the original by {worst:.1g}: do not use it")
-    return worst
+    return Trained(model.to(device).eval(), dataset, device, folder, state["progress"], told)
 
 
 def describe(probabilities: Tensor, dataset: str) -> str:
@@ -232,57 +241,84 @@ def describe(probabilities: Tensor, dataset: str) -> str:
     return f"{names[best]} ({first:.1%}), then {names[runner_up]} ({second:.1%})"
 
 
-def run_test(trained: Trained, test_set: data.ImageSet, precision: Precision, sheet: Path) -> None:
-    """Print the accuracy on the test set, and draw the mistakes."""
-    probabilities = probabilities_of(trained.classifier, test_set.images, precision)
+def prepare_image(path: Path, dataset: str, examples: Tensor | None) -> Tensor:
+    """Return an image file as an image of the data set, uint8.
+
+    ``examples`` are images of a data set that does not have MNIST's form; None otherwise.
+    """
+    if examples is None:
+        return normalise(read_image(path), BOXES[dataset])
+    is_colour = examples.ndim == 4 and examples.shape[1] == 3
+    image = read_image(path, "RGB" if is_colour else "L")
+    image = resize(image, *examples.shape[-2:]).round().to(torch.uint8)
+    return image.view(examples.shape[1:])
+
+
+def run_test(trained: Trained, sets: Sets, precision: Precision) -> None:
+    """Print the accuracy on the test set; draw the confusion matrix and the mistakes."""
+    train_set, test_set = sets
+    labels = test_set.labels
+    if labels.is_floating_point():
+        raise UsageError(f"the labels of {trained.dataset} are no classes: nothing can be counted")
+    probabilities = probabilities_of(trained, test_set.images, precision)
     confidences, predictions = probabilities.max(1)
-    correct, count = int((predictions == test_set.labels).sum()), len(test_set)
+    correct, count = int((predictions == labels).sum()), len(test_set)
     print(f"{trained.dataset} test set: {correct:,} of {count:,} correct, {correct / count:.2%}")
-    told = trained.run.get("test_correct")
-    if trained.run.get("global_step") == trained.step and told not in (None, correct):
+    told = trained.told.get("test_correct")
+    is_last = trained.told.get("global_step") == trained.progress["global_step"]
+    if is_last and told not in (None, correct):
         print(f"summary.json says {told:,}: another device rounds otherwise", file=sys.stderr)
-    picture = draw_mistakes(
-        test_set.images, test_set.labels, predictions, confidences, MAX_MISTAKES
-    )
     try:
-        picture.save(sheet)
-    except (OSError, ValueError) as error:  # ValueError: an ending that Pillow does not know
-        raise InputError(f"cannot write {sheet}: {error}") from error
-    print(f"the mistakes are in {sheet}")
+        figures = {"confusion_matrix": trial.new_figure(6, 6), "mistakes": trial.new_figure(9, 8)}
+    except UserError as error:  # the score is worth something without them
+        print(error, file=sys.stderr)
+        return
+    draw_confusion(figures["confusion_matrix"], confusion_matrix(labels, predictions))
+    mistakes = figures["mistakes"]
+    draw_mistakes(mistakes, test_set.images, labels, predictions, confidences)
+    for name, figure in figures.items():
+        trial.save_figure(figure, trained.folder / f"{name}.png")
+    print(f"pictures in {trained.folder}/confusion_matrix.png and mistakes.png")
+    if (trained.folder / "args.json").is_file():  # a run directory, not a lone checkpoint
+        position = trained.progress
+        seen = position["epoch"] * len(train_set) + position["epoch_samples"]
+        add_to_tensorboard(trained, figures, seen)
+
+
+def add_to_tensorboard(trained: Trained, figures: dict[str, Any], seen: int) -> None:
+    """Write figures into an event file of the run, at the number of images that it has seen."""
+    from torch.utils.tensorboard import SummaryWriter  # a second to import
+
+    with SummaryWriter(trained.folder, filename_suffix=".predict") as writer:
+        for name, figure in figures.items():
+            writer.add_figure(f"test_images/{name}", figure, seen)
+    print(f"and in TensorBoard: tensorboard --logdir {trained.folder.parent}")
 
 
 def run(args: argparse.Namespace) -> int:
-    if not (args.images or args.test or args.export):
-        raise UsageError("nothing to do: name an image, or pass --test or --export FILE.pt2")
-    if args.export and (args.export.suffix != ".pt2" or args.model.suffix == ".pt2"):
-        raise UsageError("--export writes a FILE.pt2, from a run directory or a checkpoint")
-    device = torch.device("cpu") if args.export else select_devices(args.device)[0]
+    if not (args.images or args.test):
+        raise UsageError("nothing to do: name an image, or pass --test")
+    device = select_devices(args.device)[0]
     setup_device(device, args.threads)
     trained = load(args.model, device)
-    amp = trained.run.get("amp")
-    precision = Precision(trained.device, amp if amp in PRECISIONS else "off")
+    amp = trained.told.get("amp")  # in another precision a few predictions differ
+    precision = Precision(device, amp if amp in PRECISIONS else "off")
+    is_own = trained.dataset not in BOXES
+    if args.test or is_own:
+        data_dir = args.data_dir or str(trained.told.get("data_dir", "data"))
+        sets = data.load_dataset(trained.dataset, data_dir)
     status = 0
     for path in args.images:
         try:
-            image = normalise(read_image(path), BOX.get(trained.dataset, 20))
+            image = prepare_image(path, trained.dataset, sets[1].images if is_own else None)
         except InputError as error:  # the other images are none the worse for it
             print(f"predict.py: error: {printable(str(path))} {error}", file=sys.stderr)
             status = error.exit_status
             continue
-        probabilities = probabilities_of(trained.classifier, image[None], precision)[0]
+        probabilities = probabilities_of(trained, image[None], precision)[0]
         print(f"{printable(str(path))}: {describe(probabilities, trained.dataset)}")
-    if args.test or args.export:
-        data_dir = args.data_dir or trained.run.get("data_dir", "data")
-        test_set = data.load_dataset(trained.dataset, data_dir)[1]
     if args.test:
-        folder = args.model if args.model.is_dir() else args.model.parent
-        run_test(trained, test_set, precision, args.mistakes or folder / "mistakes.png")
-    if args.export:
-        worst = export(trained, args.export, test_set.images[:CHECKED])
-        print(
-            f"{args.export}: images uint8 [B, 28, 28] in, logits [B, C] out; differs by"
-            f" {worst:.1g} at most on {CHECKED:,} test images"
-        )
+        run_test(trained, sets, precision)
     return status
 
 
@@ -290,17 +326,14 @@ def main() -> int:
     parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", type=Path, help="run directory, checkpoint, or exported .pt2")
-    parser.add_argument("images", type=Path, nargs="*", help="PNG, JPEG, ...")
-    parser.add_argument("--test", action="store_true", help="predict the whole test set")
-    parser.add_argument("--mistakes", type=Path, help="picture to write (mistakes.png beside it)")
-    parser.add_argument("--export", type=Path, metavar="FILE.pt2", help="write it for torch.export")
+    parser.add_argument("model", type=Path, help="run directory or checkpoint")
+    parser.add_argument("images", type=Path, nargs="*", help="PNG or JPEG")
+    parser.add_argument("--test", action="store_true", help="score the test set, draw pictures")
     parser.add_argument("--data-dir", help="of the test set (default: the run's)")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps", "xpu"])
-    threads = number(int, least=1, most=MAX_THREADS)
+    threads = number(int, low=1, high=MAX_THREADS)
     parser.add_argument("--threads", type=threads, help="CPU threads")
-    args = parser.parse_args()
-    return guard(run, args)
+    return guard(run, parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -1,26 +1,377 @@
-"""Tell where the time of a step went, from the traces that --profile left in a run directory.
+"""Show where the time of a step went, from the traces that --profile left in a run directory.
 
     python scripts/tools/trace.py runs/ddp-20260101-120000
     python scripts/tools/trace.py --draw steps.svg runs/profiled/{single,dp,ddp}
 
 Prints the share of each phase in the profiled steps of rank 0, and how long each rank of a host
-waited for the slowest, and writes them to profile.json in the run directory. With --draw, one step
-of each run is drawn, one above the other to one scale.
+waited for the slowest, and writes them to profile.json in the run directory. With --draw it draws
+one step of each run, one above the other to one scale (.svg or .png).
 """
 
 import argparse
+import gzip
+import json
+import statistics
 import sys
+from bisect import bisect_right
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import timeline
-from phases import TraceError, analyse, read_ranks, waits
+import trial
 
 from utils.config import OneLineParser
-from utils.errors import guard
+from utils.errors import UserError, guard
 from utils.files import write_json
+
+# What PyTorch names by itself, by the beginnings of the names; "forward" the scripts name.
+PHASES = {
+    "data": ("enumerate(DataLoader)",),
+    "forward": (
+        *("forward", "DataParallel.forward", "DistributedDataParallel.forward"),
+        *("TorchDynamo Cache Lookup", "Torch-Compiled Region"),
+    ),
+    "backward": ("autograd::engine::evaluate_function",),
+    "optimizer": ("Optimizer.",),
+}
+# What an optimizer's step begins with, if gradients are unscaled or clipped.
+CLIPPING = ("aten::_amp_foreach_non_finite", "aten::_foreach_norm", "aten::linalg_vector_norm")
+# Of DP: on GPUs autograd functions, on a CPU the names that utils/data_parallel.py gives.
+PARTS = {
+    "scatter": ("Scatter", "DataParallel.scatter"),
+    "replicate": ("Broadcast", "DataParallel.replicate"),
+    "gather": ("Gather", "DataParallel.gather"),
+}
+REDUCING = tuple(f"{name}Backward" for name in ("Scatter", "Broadcast", "Gather"))
+UNNAMED = {("data", "forward"), ("forward", "backward")}  # between them lies more of the first
+COLLECTIVES = ("c10d::", "gloo:", "nccl:")
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+
+SHORTEST = 0.005  # of a step, that a wait takes at least to be drawn
+COLOURS = {
+    "data": "#bab0ac",
+    "forward": "#4e79a7",
+    "backward": "#f28e2b",
+    "optimizer": "#59a14f",
+    "communication": "#e15759",
+    "waiting": "#f7c6c7",
+}
+Event = dict[str, Any]  # of a Chrome trace; times are microseconds
+Spans = list[tuple[float, float]]  # begin and end; sorted and disjoint after ``union``
+Lanes = dict[str, dict[str, Spans]]  # by their names, each with spans by colour
+
+
+class TraceError(UserError):
+    """A trace that is missing or cannot be used; the message says why."""
+
+    exit_status = 2
+
+
+@dataclass
+class Trace:
+    """When one process did what in its profiled steps; microseconds since ``base``.
+
+    Attributes:
+        steps: the whole optimizer steps.
+        clock: whose times these are: ``main thread``, or ``device`` if kernels ran.
+        phases: when the main thread was in which phase; its gaps are in none.
+        busy: when something was computed for a phase.
+        parts: when data moved between devices or ranks, by the part it belonged to.
+        replicas: when each thread of DP's replicas ran an operation.
+        reductions: when this rank began each of the gradients' reductions.
+        base: when the clock began, nanoseconds since 1970; ranks of one ``host`` share it.
+    """
+
+    steps: Spans
+    clock: str
+    phases: dict[str, Spans]
+    busy: dict[str, Spans]
+    parts: dict[str, Spans]
+    replicas: dict[Any, Spans] = field(default_factory=dict)
+    reductions: list[float] = field(default_factory=list)
+    base: int = 0
+    host: str = ""
+
+    @property
+    def exposed(self) -> Spans:
+        """When data moved while nothing was computed."""
+        return subtract(joined(self.parts), joined(self.busy))
+
+
+def union(spans: Spans) -> Spans:
+    """Return the moments that are in any of the spans."""
+    result: Spans = []
+    for begin, end in sorted(spans):
+        if result and begin <= result[-1][1]:
+            result[-1] = result[-1][0], max(end, result[-1][1])
+        else:
+            result.append((begin, end))
+    return result
+
+
+def joined(named: dict[Any, Spans]) -> Spans:
+    return union([span for spans in named.values() for span in spans])
+
+
+def subtract(spans: Spans, others: Spans) -> Spans:
+    """Return the moments of ``spans`` that are not in ``others``; both as from ``union``."""
+    left: Spans = []
+    for begin, end in spans:
+        first = max(0, bisect_right(others, (begin, begin)) - 1)
+        for their_begin, their_end in others[first:]:
+            if their_begin >= end:
+                break
+            if their_begin > begin:
+                left.append((begin, their_begin))
+            begin = max(begin, their_end)
+        if begin < end:
+            left.append((begin, end))
+    return left
+
+
+def intersect(spans: Spans, others: Spans) -> Spans:
+    """Return the moments that are in both."""
+    return subtract(spans, subtract(spans, others))
+
+
+def disjoint(named: dict[str, Spans], taken: Spans) -> dict[str, Spans]:
+    """Return the spans without ``taken`` and what an earlier name has: no moment counts twice."""
+    result = {}
+    for name, spans in named.items():
+        result[name] = subtract(union(spans), taken)
+        taken = union(taken + result[name])
+    return result
+
+
+def length(spans: Spans) -> float:
+    return sum(end - begin for begin, end in spans)
+
+
+def span_of(event: Event) -> tuple[float, float]:
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def name_at(moment: float, named: dict[str, Spans]) -> str | None:
+    """Return the name of which a span holds the moment."""
+    for name, spans in named.items():
+        index = bisect_right(spans, (moment, float("inf"))) - 1
+        if index >= 0 and moment < spans[index][1]:
+            return name
+    return None
+
+
+def find_phases(events: list[Event], main: Any) -> dict[str, Spans]:
+    """Return when the main thread was in which phase.
+
+    What has no name of its own is known by its place: from the loader to the forward the batch is
+    moved and transformed, and from the forward to the first operation of autograd comes the loss.
+    """
+    named: list[tuple[float, float, str]] = []
+    for event in sorted(events, key=span_of):
+        before = named[-1][2] if named else ""
+        if phase := _phase(event["name"], event["tid"] == main, before):
+            named.append((*span_of(event), phase))
+    phases: dict[str, Spans] = {phase: [] for phase in PHASES}
+    for (begin, end, phase), (next_begin, _, following) in pairwise([*named, (0.0, 0.0, "")]):
+        if phase == following or (phase, following) in UNNAMED:
+            end = max(end, next_begin)
+        phases[phase].append((begin, end))
+    return {phase: union(spans) for phase, spans in phases.items()}
+
+
+def _phase(name: str, is_main: bool, before: str) -> str | None:
+    """Return the phase that an event begins or continues, after one of the phase ``before``."""
+    for phase, names in PHASES.items():
+        # A GPU's autograd has a thread of its own.
+        if name.startswith(names) and (is_main or phase == "backward"):
+            return phase
+    if before == "backward" and name.startswith(COLLECTIVES):
+        return "backward"  # which is not over before the gradients are there
+    return "optimizer" if before == "backward" and is_main and name.startswith(CLIPPING) else None
+
+
+def sort_events(events: list[Event], device_index: int = 0) -> Trace:
+    """Sort the events of a trace into what the main thread, or device ``device_index``, did.
+
+    A kernel belongs to the phase in which the host launched it.
+    """
+    events = [e for e in events if e.get("ph") == "X" and e.get("cat") != "gpu_user_annotation"]
+    on_host = [e for e in events if e.get("cat") not in ON_DEVICE]
+    numbered = [e for e in events if e["name"].startswith("ProfilerStep#")]
+    if not numbered:
+        raise TraceError("the trace holds no step")
+    main = numbered[0]["tid"]
+    on_main = [e for e in on_host if e["tid"] == main]
+    ends = [e["ts"] for e in on_main if e["name"].startswith("Optimizer.step")]
+    # After an epoch's last batch a step begins that gets no update.
+    steps = [
+        (begin, end)
+        for begin, end in sorted(map(span_of, numbered))
+        if any(begin <= moment < end for moment in ends)
+    ]
+    if not steps:
+        raise TraceError("the trace holds no whole step")
+    phases = find_phases(on_host, main)
+    on_device = [e for e in events if e.get("cat") in ON_DEVICE]
+    kernels = [e for e in on_device if e["args"].get("device", 0) == device_index]
+    if kernels:
+        trace = Trace(steps, "device", phases, *_sort_kernels(kernels, on_host, phases))
+        trace.reductions = sorted(begin for begin, _ in trace.parts.get("in_backward", []))
+        return trace
+    trace = Trace(steps, "main thread", phases, *_sort_operations(on_main, events, phases))
+    # From a hook of the last gradient of a bucket; the agreement to stop is begun by no gradient.
+    hooks = union([span_of(e) for e in on_main if e["name"].startswith(PHASES["backward"])])
+    launches = sorted(e["ts"] for e in on_main if e["name"] == "c10d::allreduce_")
+    trace.reductions = [moment for moment in launches if name_at(moment, {"hook": hooks})]
+    # While DP's forward does nothing but wait for its replicas, other threads are theirs.
+    forwards = union([span_of(e) for e in on_main if e["name"] == "DataParallel.forward"])
+    applying = subtract(forwards, joined(trace.parts))
+    replicas: dict[Any, Spans] = defaultdict(list)
+    for event in events:
+        if event.get("cat") == "cpu_op" and event["tid"] != main:
+            replicas[event["tid"]].append(span_of(event))
+    running = {thread: intersect(union(spans), applying) for thread, spans in replicas.items()}
+    trace.replicas = {thread: spans for thread, spans in running.items() if spans}
+    return trace
+
+
+def _part(name: str) -> str | None:
+    """Return the part of DP's traffic that an event of this name is, or belongs to."""
+    name = name.removeprefix("autograd::engine::evaluate_function: ")
+    if name.startswith(REDUCING):
+        return "reduce"
+    return next((part for part, names in PARTS.items() if name in names), None)
+
+
+def _sort_operations(
+    on_main: list[Event], events: list[Event], phases: dict[str, Spans]
+) -> tuple[dict[str, Spans], dict[str, Spans]]:
+    """Return when the main thread computes, by phase, and when data moves, by part.
+
+    It waits if it is in a collective or in DP's copying, or if it runs no operation while a thread
+    of gloo's is in a collective.
+    """
+    parts: dict[str, Spans] = defaultdict(list)
+    blocking, operations = [], []
+    for event in on_main:
+        if part := _part(event["name"]):
+            parts[part].append(span_of(event))
+        if part or event["name"].startswith(COLLECTIVES):
+            blocking.append(span_of(event))
+        elif event.get("cat") == "cpu_op":
+            operations.append(span_of(event))
+    for event in events:
+        if event["name"].startswith(COLLECTIVES):
+            inside = name_at(event["ts"], {"backward": phases["backward"]})
+            parts["in_backward" if inside else "elsewhere"].append(span_of(event))
+    waiting = union(blocking + subtract(joined(parts), union(operations)))
+    return {phase: subtract(spans, waiting) for phase, spans in phases.items()}, dict(parts)
+
+
+def _sort_kernels(
+    kernels: list[Event], on_host: list[Event], phases: dict[str, Spans]
+) -> tuple[dict[str, Spans], dict[str, Spans]]:
+    """Do the same for a device; a launch says to which phase and part a kernel belongs."""
+    launches = {e["args"]["correlation"]: e for e in on_host if "correlation" in e.get("args", {})}
+    copying: dict[Any, dict[str, Spans]] = defaultdict(dict)  # when a thread was in a part of DP
+    for event in on_host:
+        if part := _part(event["name"]):
+            spans = copying[event["tid"]].get(part, [])
+            copying[event["tid"]][part] = union([*spans, span_of(event)])
+    busy: dict[str, Spans] = {phase: [] for phase in phases}
+    parts: dict[str, Spans] = defaultdict(list)
+    for kernel in kernels:
+        launch = launches.get(kernel["args"].get("correlation"), kernel)
+        phase = name_at(launch["ts"], phases)
+        part = name_at(launch["ts"], copying[launch["tid"]])
+        if part is None and "nccl" in kernel["name"].lower():
+            part = "in_backward" if phase == "backward" else "elsewhere"
+        if part:
+            parts[part].append(span_of(kernel))
+        elif phase:
+            busy[phase].append(span_of(kernel))
+    return disjoint(busy, []), dict(parts)  # streams may compute for two phases at once
+
+
+def share_out(trace: Trace) -> dict[str, Any]:
+    """Return the shares of the phases in the profiled steps; they add up to 1.
+
+    Communication is what is waited for, a slower rank included: what runs beside other operations
+    is hidden, and counts in ``communication_total`` only. ``gaps`` is the rest: Python, logging and
+    metrics, and an idle device.
+    """
+    window = [(trace.steps[0][0], trace.steps[-1][1])]
+    wall = length(window)
+
+    def share(spans: Spans) -> float:
+        return length(intersect(spans, window)) / wall
+
+    busy = disjoint(trace.busy, trace.exposed)
+    shares = {phase: share(spans) for phase, spans in busy.items()}
+    optimizer = shares.pop("optimizer")
+    shares |= {"communication": share(trace.exposed), "optimizer": optimizer}
+    shares["gaps"] = max(0.0, 1 - sum(shares.values()))
+    parts = {
+        name: round(share(intersect(union(spans), trace.exposed)), 4)
+        for name, spans in trace.parts.items()
+    }
+    return {
+        "steps": len(trace.steps),
+        "step_seconds": wall / len(trace.steps) / 1e6,
+        "timeline": trace.clock,
+        "shares": {name: round(value, 4) for name, value in shares.items()},
+        "communication_total": round(share(joined(trace.parts)), 4),
+        "communication_parts": parts,
+    }
+
+
+def waits(traces: list[Trace]) -> list[float]:
+    """Return what share of its steps each rank waited, in the backward, for the last to come.
+
+    Ranks on several hosts have several clocks: nothing is returned.
+    """
+    if len({(trace.host, len(trace.reductions)) for trace in traces}) > 1:
+        return []
+    begun = [[moment + trace.base / 1e3 for moment in trace.reductions] for trace in traces]
+    last, shares = list(map(max, zip(*begun, strict=True))), []
+    for trace in traces:
+        waited = [(b, e - trace.base / 1e3) for b, e in zip(trace.reductions, last, strict=True)]
+        wall = trace.steps[-1][1] - trace.steps[0][0]
+        shares.append(round(length(intersect(union(waited), trace.exposed)) / wall, 4))
+    return shares
+
+
+def read_trace(path: Path) -> Trace:
+    """Read the trace of one rank."""
+    try:
+        with gzip.open(path, "rt") as file:
+            content = json.load(file)
+        device = str(content.get("device", "cpu"))
+        trace = sort_events(content["traceEvents"], int(device.partition(":")[2] or 0))
+        trace.base = int(content.get("baseTimeNanoseconds", 0))
+        trace.host = str(content.get("host_name", ""))
+        return trace
+    except FileNotFoundError:
+        raise TraceError(f"{path} does not exist: train with --profile") from None
+    except TraceError as error:
+        raise TraceError(f"{path}: {error}") from None
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TraceError(f"{path} is not a trace of --profile ({error})") from error
+
+
+def analyse(run_dir: Path) -> dict[str, Any]:
+    """Return what the trace of rank 0 says of a run's steps; raises a ``TraceError``."""
+    return share_out(read_trace(run_dir / "profile" / "rank0.json.gz"))
+
+
+def read_ranks(run_dir: Path) -> list[Trace]:
+    """Read the traces of all ranks that are there, in their order."""
+    paths = (run_dir / "profile").glob("rank*.json.gz")
+    return [read_trace(path) for path in sorted(paths, key=lambda path: (len(path.name), path))]
 
 
 def describe(result: dict[str, Any]) -> str:
@@ -32,9 +383,6 @@ def describe(result: dict[str, Any]) -> str:
         hidden = result["communication_total"] - result["shares"]["communication"]
         if hidden >= 0.0005:
             notes["communication"] += f"; hidden {hidden:.1%} more"
-    if "replica_threads" in result:
-        count, at_once = result["replica_threads"].values()
-        notes["forward"] = f"{at_once:.1f} of {count} threads at once"
     lines = [
         f"profile of {result['steps']} steps, {result['step_seconds'] * 1e3:.2f} ms each, on the"
         f" {result['timeline']}:"
@@ -47,6 +395,78 @@ def describe(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def title_of(run_dir: Path) -> str:
+    """Return what a picture says of a run."""
+    try:
+        facts = json.loads((run_dir / "summary.json").read_text())
+        each = " each" if facts["world_size"] > 1 else ""
+        return (
+            f"{facts['script']}: {facts['model']}, {facts['world_size']} x {facts['threads']}"
+            f" threads{each}, {facts['num_devices']} x {facts['batch_size']} images"
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TraceError(f"{run_dir} has no usable summary.json ({error})") from error
+
+
+def lanes_of(traces: list[Trace]) -> tuple[Lanes, float]:
+    """Return the lanes of a run's step of middle length, and that length; microseconds.
+
+    Times begin with the step of the rank that began it first.
+    """
+    lengths = [end - begin for begin, end in traces[0].steps]
+    number = lengths.index(statistics.median_low(lengths))
+    traces = [trace for trace in traces if number < len(trace.steps)]
+    zero = min(trace.base / 1e3 + trace.steps[number][0] for trace in traces)
+    lanes: Lanes = {}
+    for rank, trace in enumerate(traces):
+        name = f"rank {rank}" if len(traces) > 1 else trace.clock
+        shift = trace.base / 1e3 - zero
+        for lane, boxes in _lanes_of_rank(name, trace, [trace.steps[number]]).items():
+            lanes[lane] = {
+                colour: [(begin + shift, end + shift) for begin, end in spans]
+                for colour, spans in boxes.items()
+            }
+    return lanes, lengths[number]
+
+
+def _lanes_of_rank(name: str, trace: Trace, window: Spans) -> Lanes:
+    inside = [intersect(spans, window) for spans in trace.replicas.values()]
+    replicas = sorted((spans[0][0], spans[-1][1]) for spans in inside if spans)
+    parts = {part: intersect(union(spans), window) for part, spans in trace.parts.items()}
+    reductions = {part: parts.pop(part) for part in ("in_backward", "elsewhere") if part in parts}
+    waiting = subtract(intersect(trace.exposed, window), joined(parts))
+    waiting = [span for span in waiting if length([span]) >= SHORTEST * length(window)]
+    elsewhere = union([*replicas, *joined(parts), *waiting])
+    named = trace.busy if trace.clock == "device" else trace.phases
+    own = {phase: subtract(intersect(spans, window), elsewhere) for phase, spans in named.items()}
+    lanes: Lanes = {name: own | {"communication": joined(parts), "waiting": waiting}}
+    for number, span in enumerate(replicas):
+        lanes[f"replica {number}"] = {"forward": [span]}
+    if reductions:
+        lanes[f"{name}: all-reduce"] = {"communication": joined(reductions)}
+    return lanes
+
+
+def draw(run_dirs: list[Path], path: Path) -> None:
+    """Draw one step of each run into a file."""
+    panels = [(title_of(run_dir), *lanes_of(read_ranks(run_dir))) for run_dir in run_dirs]
+    figure = trial.new_figure(9, sum(0.8 + 0.3 * len(lanes) for _, lanes, _ in panels))
+    heights = [2 + len(lanes) for _, lanes, _ in panels]
+    axes = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for axis, (title, lanes, microseconds) in zip(axes, panels, strict=True):
+        axis.set_title(f"{title}; {microseconds / 1e3:.1f} ms", fontsize=10, loc="left")
+        for row, boxes in enumerate(lanes.values()):
+            for colour, spans in boxes.items():
+                bars = [(begin / 1e3, (end - begin) / 1e3) for begin, end in spans]
+                axis.broken_barh(bars, (row - 0.4, 0.8), color=COLOURS[colour])
+        axis.set_yticks(range(len(lanes)), list(lanes), fontsize=8)
+        axis.invert_yaxis()
+    axes[-1].set_xlabel("ms")
+    handles = [axes[0].barh(0, 0, color=colour) for colour in COLOURS.values()]
+    figure.legend(handles, list(COLOURS), ncols=len(COLOURS), fontsize=8, loc="outside upper left")
+    trial.save_figure(figure, path)
+
+
 def run(args: argparse.Namespace) -> int:
     for run_dir in args.run_dirs:
         result = analyse(run_dir) | {"waits": []}
@@ -56,13 +476,9 @@ def run(args: argparse.Namespace) -> int:
             print(f"warning: {error}", file=sys.stderr)
         print(f"{run_dir}: {describe(result)}")
         print(f"  traces for ui.perfetto.dev: {run_dir / 'profile'}")
-        try:
-            write_json(run_dir / "profile.json", result)
-        except OSError as error:
-            raise TraceError(f"cannot write {run_dir / 'profile.json'}: {error}") from error
+        write_json(run_dir / "profile.json", result)
     if args.draw:
-        panels = [timeline.read_panel(run_dir, read_ranks(run_dir)) for run_dir in args.run_dirs]
-        timeline.draw(panels, args.draw, args.note)
+        draw(args.run_dirs, args.draw)
         print(f"one step of each is drawn in {args.draw}")
     return 0
 
@@ -72,8 +488,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
-    parser.add_argument("--draw", type=Path, metavar="FILE.svg", help="draw one step of each run")
-    parser.add_argument("--note", default="", help="what the drawing is to say of how it was made")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw one step of each run")
     return guard(run, parser.parse_args())
 
 

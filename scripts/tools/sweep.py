@@ -1,0 +1,177 @@
+"""Train with several lengths, batches and seeds: how accurate, and after how many seconds?
+
+    python scripts/tools/sweep.py --goal 99
+    python scripts/tools/sweep.py --techniques single --epochs 1,5 --batch-sizes 96,384,1536,6144
+    python scripts/tools/sweep.py --epochs 1 --output sweep.json --chart sweep.png -- --amp bf16
+
+For each technique (DP and DDP on two devices) and each global batch it trains the lengths of
+--epochs, upwards, with each seed. With --goal it goes on to the next batch as soon as the mean
+accuracy of the seeds reaches the goal. A run that diverges counts as 10 %, which is guessing. What
+stands after -- goes to the scripts.
+
+The accuracy is that of the test set, and it ends the search, as in MLPerf and DAWNBench. So it is
+no estimate of how well the model does on images that had no part in choosing its length.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import trial
+
+from utils import config
+from utils.errors import guard
+from utils.files import write_json
+
+TECHNIQUES = {"single": 1, "dp": 2, "ddp": 2}  # devices
+EPOCHS = [0.25, 0.3, 0.35, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
+GUESSING = 0.1  # accuracy of a run that diverged: its weights are neither saved nor evaluated
+HEADINGS = ("", "batch", "epochs", "accuracy, %", "range", "train, s", "total, s", "range", "")
+Key = tuple[str, int, float, int]  # technique, global batch, epochs, seed
+Found = dict[Key, list[float]]  # accuracy, seconds in epochs, seconds of the whole command
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = trial.build_parser("sweep.py", __doc__)
+    add, sizes = parser.add_argument, trial.list_of(config.SIZE)
+    names = trial.list_of(str, list(TECHNIQUES))
+    add("--techniques", type=names, default=list(TECHNIQUES), help=",".join(TECHNIQUES))
+    add("--batch-sizes", type=sizes, default=[config.DEFAULT_BATCH_SIZE], help="global: 96,384,...")
+    lengths = ",".join(f"{epochs:g}" for epochs in EPOCHS)
+    add("--epochs", type=trial.list_of(config.POSITIVE), default=EPOCHS, help=lengths)
+    add("--seeds", type=trial.list_of(config.COUNT), default=[0, 1, 2], help="0,1,2")
+    percent = config.number(float, high=100)
+    add("--goal", type=percent, help="per cent, in the mean of the seeds")
+    add("--output", type=Path, metavar="FILE.json", help="write the runs there")
+    add("--chart", type=Path, metavar="FILE", help="draw accuracy against batch (.png, .svg)")
+    args = trial.parse_args(parser, argv)
+    args.epochs = sorted(set(args.epochs))
+    odd = [size for size in args.batch_sizes if size % 2]
+    if odd and args.techniques != ["single"]:
+        parser.error(f"--batch-sizes {odd[0]} is odd: two devices have to share it")
+    return args
+
+
+def build_command(key: Key, args: argparse.Namespace) -> list[list[Any]]:
+    technique, batch_size, epochs, seed = key
+    devices = TECHNIQUES[technique]
+    flags = {"--batch-size": batch_size // devices, "--epochs": f"{epochs:g}", "--seed": seed}
+    return trial.build_commands(technique, devices, args, flags)
+
+
+def train(key: Key, args: argparse.Namespace) -> list[float]:
+    """Return what one run came to; one that diverged took no time."""
+    try:
+        outcome = trial.train(build_command(key, args), args.time_limit)
+    except trial.TrialError as error:
+        if "the loss is nan" in str(error) or "not finite" in str(error):
+            return [GUESSING, 0.0, 0.0]
+        raise
+    summary = outcome.summary
+    return [summary["test_accuracy"], summary["train_seconds"], outcome.seconds]
+
+
+def sweep(args: argparse.Namespace, found: Found) -> None:
+    """Make the runs, and add them to ``found``."""
+    names = [(t, size) for t in args.techniques for size in args.batch_sizes]
+    total = len(names) * len(args.epochs) * len(args.seeds)
+    with tqdm(total=total, disable=None, dynamic_ncols=True, leave=False) as bar:
+        for technique, batch_size in names:
+            for epochs in args.epochs:
+                keys = [(technique, batch_size, epochs, seed) for seed in args.seeds]
+                for key in keys:
+                    bar.set_description_str(" ".join(map(str, key)), refresh=True)
+                    found[key] = train(key, args)
+                    bar.update()
+                if args.goal and mean(found[key][0] for key in keys) >= args.goal / 100:
+                    break
+
+
+def mean(values: Any) -> float:
+    numbers = list(values)
+    # Of shares of 10,000 images: their sum is not exact, and 99.00 % has to be 99 %.
+    return round(sum(numbers) / len(numbers), 8)
+
+
+def table(found: Found, goal: float | None) -> str:
+    """Return a row for each technique, batch and length: means and medians with their ranges."""
+    rows: list[tuple[str, ...]] = [HEADINGS]
+    for technique, size, epochs in dict.fromkeys(key[:3] for key in found):
+        of_seeds = [v for key, v in found.items() if key[:3] == (technique, size, epochs)]
+        accuracies, train, total = zip(*of_seeds, strict=True)
+        middle, seconds = 100 * mean(accuracies), trial.spread(total)
+        row = (
+            *(technique, f"{size:,}", f"{epochs:g}", f"{middle:.3f}"),
+            f"{100 * min(accuracies):.2f}-{100 * max(accuracies):.2f}",
+            *(f"{trial.spread(train)['median']:.1f}", f"{seconds['median']:.1f}"),
+            f"{seconds['min']:.1f}-{seconds['max']:.1f}",
+            "reached" if goal and middle >= goal else "",
+        )
+        rows.append(row)
+    return trial.table(rows)
+
+
+def draw(found: Found, path: Path) -> None:
+    """Draw the mean error against the global batch, a line for each technique and length."""
+    figure = trial.new_figure(7, 4)
+    axis = figure.subplots()
+    for technique, epochs in dict.fromkeys((key[0], key[2]) for key in found):
+        sizes = sorted({key[1] for key in found if (key[0], key[2]) == (technique, epochs)})
+        errors = [
+            100 * (1 - mean(v[0] for k, v in found.items() if k[:3] == (technique, size, epochs)))
+            for size in sizes
+        ]
+        name = f"{technique}, {epochs:g} epoch{'s' if epochs != 1 else ''}"
+        axis.plot(sizes, errors, marker="o", label=name)
+    axis.set(xscale="log", yscale="log", xlabel="global batch, images", ylabel="test error, %")
+    ticks = sorted({key[1] for key in found})
+    axis.set_xticks(ticks, [f"{size:,}" for size in ticks])
+    axis.legend()
+    trial.save_figure(figure, path)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.chart:
+        trial.new_figure(1, 1)  # raises before minutes of training
+    trial.choose_dataset(args)
+    for technique in args.techniques:  # raises, too
+        build_command((technique, args.batch_sizes[0], 1.0, 0), args)
+    found: Found = {}
+    describe_others, status = trial.watch_others(), 0
+    try:
+        sweep(args, found)
+    except KeyboardInterrupt:
+        status = 130
+        print("sweep.py: interrupted: these are the runs that were complete", file=sys.stderr)
+    except trial.TrialError as error:
+        status = error.exit_status
+        print(f"sweep.py: error: {error}; these are the runs before it", file=sys.stderr)
+    if found:
+        where = trial.where(trial.describe_machine())
+        flags = f"; flags: {' '.join(args.flags)}" if args.flags else ""
+        print(f"{args.dataset}, {args.device}, {where}, {time.strftime('%Y-%m-%d')}{flags}")
+        print(table(found, args.goal))
+        print(describe_others(), file=sys.stderr)
+    if args.output:
+        rows = [[*key, *values] for key, values in found.items()]
+        write_json(args.output, {"flags": args.flags, "runs": rows})
+    if args.chart and found:
+        draw(found, args.chart)
+        print(f"chart in {args.chart}")
+    return status
+
+
+def main() -> int:
+    args = parse_args(sys.argv[1:])
+    trial.raise_on_sigterm()
+    return guard(run, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
