@@ -84,7 +84,7 @@ def explain(error: Exception) -> Exception:
         )
     for part, message in KNOWN.items():
         if part in text and not isinstance(error, UserError):
-            return UserError(message)
+            return (UsageError if message.startswith("--") else UserError)(message)
     if isinstance(error, OSError) and error.filename:
         return UserError(f"{error.filename2 or error.filename}: {error.strerror}")
     # A worker that died may also show as a connection that broke while it sent a batch.
