@@ -30,5 +30,5 @@ def test_ci_runs_the_command_of_the_readme_on_the_oldest_and_the_newest():
     assert oldest == f'["{line.replace(">=", "==")}.*", "{line}"]'
     python = re.findall(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())[0]
     assert f'python: ["{python}", ' in workflow
-    assert workflow.rstrip().endswith(" .ci/run")
+    assert workflow.rstrip().endswith(" scripts/test.sh --all")
     assert (ROOT / ".ci" / "run").read_text().endswith("\n./scripts/test.sh --all\n")
