@@ -18,10 +18,18 @@ from torch.utils.data import DataLoader
 
 import data
 import models
-from tests.processes import ROOT, Finished, finish, run, shell_line, start
+from tests.processes import (
+    ROOT,
+    Finished,
+    finish,
+    free_port,
+    marked,
+    run,
+    shell_line,
+    start,
+    wait_until,
+)
 from tests.sources import code_lines
-from tests.test_launch import free_port
-from tests.test_stop import marked, wait_until
 
 FOLDER = ROOT / "scripts" / "minimal"
 MAX_LINES = {"single": 55, "dp": 55, "ddp": 55, "ddp_complete": 115}
