@@ -2,7 +2,7 @@
 
 OWN=colour100 python tests/own.py train_single.py --max-steps 40 ...
 
-colour100: 100 classes of colour images of 32 x 32; regression: two numbers from an image; depth:
+grey20: 20 classes of grey images; colour100: 100 classes of colour images of 32 x 32; regression: two numbers from an image; depth:
 each training step uses other layers of the network; uneven: so does each rank.
 """
 
@@ -23,7 +23,7 @@ from utils import evaluation  # noqa: E402
 from utils.datasets.sources import SOURCES, Source  # noqa: E402
 
 WHICH = os.environ["OWN"]
-CLASSES = {"colour100": 100, "regression": 0, "depth": 10, "uneven": 10}[WHICH]
+CLASSES = {"grey20": 20, "colour100": 100, "regression": 0, "depth": 10, "uneven": 10}[WHICH]
 
 
 def load(name, data_dir):
