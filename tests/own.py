@@ -2,8 +2,9 @@
 
 OWN=colour100 python tests/own.py train_single.py --max-steps 40 ...
 
-grey20: 20 classes of grey images; colour100: 100 classes of colour images of 32 x 32; regression: two numbers from an image; depth:
-each training step uses other layers of the network; uneven: so does each rank.
+grey20: 20 classes of grey images; colour100: 100 classes of colour images of 32 x 32; regression:
+two numbers from an image; depth: each training step uses other layers of the network; uneven: so
+does each rank.
 """
 
 import os
