@@ -62,6 +62,10 @@ def choose_backend(backend: str, device: torch.device) -> str:
         raise UsageError(
             "TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DDP on gloo (torch 2.13 to 2.15): use INFO"
         )
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(
+            f"gloo and nccl know no {device.type} device: use train_single.py, or --device cpu"
+        )
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
     built = [name for name in ("nccl", "gloo", "mpi") if dist.is_backend_available(name)]
@@ -70,50 +74,6 @@ def choose_backend(backend: str, device: torch.device) -> str:
     if backend == "nccl" and device.type != "cuda":
         raise UsageError(f"--backend nccl needs CUDA devices, not {device.type}: use gloo")
     return backend
-
-
-def find_gpus(devices: list[torch.device]) -> list[str]:
-    """Return the UUID of each GPU, or "" for one whose UUID the driver's library does not tell.
-
-    From the library (NVML) and not from CUDA's properties of a device: it opens no context, for
-    which each rank would take memory on the GPUs of the others. PyTorch's own functions take care
-    of every form of ``CUDA_VISIBLE_DEVICES``.
-    """
-    try:
-        uuids = torch.cuda._raw_device_uuid_nvml() or []
-        return [uuids[torch.cuda._get_nvml_device_index(device)] for device in devices]
-    except (OSError, AttributeError, RuntimeError, IndexError):  # ROCm, or a slice of a GPU (MIG)
-        return [""] * len(devices)
-
-
-def check_gpus(ranks: list[tuple[str, int, list[str]]]) -> None:
-    """Check that each rank has a GPU of its own: number ``local_rank`` of those that it sees.
-
-    A launcher may show each rank one GPU, which is then number 0 for all of them.
-
-    Args:
-        ranks: name, local rank and what ``find_gpus`` returned there, which is nothing for a rank
-            that needs no GPU.
-
-    Raises:
-        UsageError: a rank has none, or two have the same.
-    """
-    holders: dict[str, str] = {}
-    for name, local_rank, gpus in ranks:
-        if local_rank >= len(gpus) > 1:
-            raise UsageError(
-                f"rank {name} is number {local_rank} on its node and sees {len(gpus)} GPUs: start"
-                " one process for each (--nproc_per_node), or try --backend gloo, whose ranks may"
-                " share"
-            )
-        gpu = gpus[local_rank % len(gpus)] if gpus else ""
-        if gpu and gpu in holders:
-            raise UsageError(
-                f"ranks {holders[gpu]} and {name} have the same GPU, {gpu}: start one process for"
-                " each, or give each one of its own (srun --gpus-per-task=1,"
-                " CUDA_VISIBLE_DEVICES), or try --backend gloo, whose ranks may share"
-            )
-        holders[gpu] = name
 
 
 def call_on_rank_0(function: Callable[..., Result], *args: Any) -> Result:

@@ -4,19 +4,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import Any, TypeVar
-
-Result = TypeVar("Result")
+from typing import Any
 
 POLL_SECONDS = 0.05
 
 
 def call_within(
-    seconds: float,
-    function: Callable[..., Result],
-    *args: Any,
-    check: Callable[[], None] = lambda: None,
-) -> Result:
+    seconds: float, function: Any, *args: Any, check: Callable[[], None] = lambda: None
+) -> Any:
     """Return ``function(*args)``, called in a thread that is left behind if it does not return.
 
     PyTorch's stores wait without a limit for a host that is stopped, and resolvers for minutes.
@@ -28,7 +23,7 @@ def call_within(
     Raises:
         TimeoutError: it has not returned in time.
     """
-    future: Future[Result] = Future()
+    future: Future[Any] = Future()
 
     def work() -> None:
         try:

@@ -1,100 +1,107 @@
-"""What to tell when ranks do not answer any more: which ones, at which step, and why."""
+"""What to say when ranks do not answer any more: which ones, at which step, and why.
 
+A rank that notices a failure adds itself to a list in the store, and asks who else is there. A
+thread of each rank answers, whatever the rank computes. The first to ask finds out who is lost, for
+all of them.
+"""
+
+import json
 import os
 import re
-import signal
 import sys
 import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from utils.cluster.calls import POLL_SECONDS, call_within
-from utils.cluster.members import Member, shorten
-from utils.cluster.rendezvous import RendezvousError
-from utils.errors import UserError, describe, printable
+from utils.cluster.meeting import MAX_SHOWN, Meeting
+from utils.errors import UsageError, UserError, describe, printable
 
-OF_GLOO = ("gloo/transport", "timeout caused pair closure")  # it raises bare RuntimeErrors
+# They raise bare RuntimeErrors.
+OF_BACKEND = ("gloo/transport", "timeout caused pair closure", "NCCL")
 UNKNOWN = (
     "it crashed, left or stalled; its own output says more"
     " (op.preamble.length: it called another collective, or its model took another branch)"
 )
-ROLL_SECONDS = 2.0  # in which every rank that is still there answers
+PROBE_SECONDS = 2.0  # for rank 0's store to take a message
+ROLL_SECONDS = 2.0  # in which, since the last answer, a rank that is still there answers
 BUSY_SECONDS = 10.0  # in which one that answers, but still computes, notices that another is lost
+SETTLE_SECONDS = 1.0  # in which those who need rank 0's store ask
+FOREVER = timedelta(days=1000)
 
 
 class LostRank(UserError):
     """A collective failed because another rank is gone, or did not answer in time.
 
     Attributes:
-        ranks: the ones concerned.
+        ranks: the ones concerned, of many the first eight.
     """
 
-    def __init__(self, message: str, ranks: list[int]) -> None:
-        super().__init__(message)
-        self.ranks = ranks
+    ranks: list[int]
 
 
 class Job:
-    """All ranks, which have met, as one of them sees them: who they are, and who is lost.
+    """All ranks, which have met, as one of them sees them; it names the ones that get lost.
 
     Args:
-        store: in which they met; rank 0 hosts it.
-        rank: of this process.
-        members: all ranks, in order.
+        meeting: in which this rank met the others.
         rdzv_timeout: seconds until there has to be a process group.
 
     Attributes:
         ranks_sharing_cores: how many ranks run on the cores of this one, itself included.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, members: list[Member], rdzv_timeout: float
-    ) -> None:
-        self.store, self.rank, self.members = store, rank, members
-        self.rdzv_timeout = rdzv_timeout
-        self.has_failed = False  # this rank: it tells by itself what is wrong
-        # Slurm and mpirun may give each rank cores of its own.
-        places = [(member.host, member.cores) for member in members]
-        self.ranks_sharing_cores = places.count(places[rank])
+    def __init__(self, meeting: Meeting, rdzv_timeout: float) -> None:
+        self.meeting, self.rdzv_timeout = meeting, rdzv_timeout
+        self.store, self.rank, self.world_size = meeting.store, meeting.own.rank, meeting.world_size
+        self.ranks_sharing_cores = meeting.sharing_cores
+        self.has_failed = False  # this rank: it says by itself what is wrong
+        self.is_called = threading.Event()  # a rank asks who is there
+        self.lock, self.lost = threading.Lock(), dict[str, Any]()  # who is lost, asked for once
 
     def rendezvous(self) -> dist.Store:
         """Return the store for ``init_process_group``, whose time is bounded from now on.
 
         It does not return while the host of its store is stopped, whatever its timeout. With no
         process group after ``rdzv_timeout`` this process ends, from a thread, with one line that
-        names who has not come this far. Later the thread answers for a rank that computes.
+        names who has not come this far.
         """
-        if len(self.members) == 1:
+        if self.world_size == 1:
             return self.store
-        threading.Thread(target=self._watch, daemon=True).start()
+        # NCCL's watchdog would abort the process while it still asks who is lost. 2 (CleanUpOnly
+        # in ProcessGroupNCCL.hpp) aborts the communicators alone. A collective that was cut off
+        # leaves wrong numbers, and the next one raises. No checkpoint has such numbers, since a sum
+        # over ranks precedes every save.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+        for thread in (self._watch, self._answer):
+            threading.Thread(target=thread, daemon=True).start()
         # A connection is busy while somebody waits for a key: ours has to stay free for questions.
-        store = self.store.clone()  # type: ignore[attr-defined]
+        store = self.store.clone()
         store.set_timeout(timedelta(seconds=self.rdzv_timeout))
         return store
 
+    def _answer(self) -> None:
+        with suppress(RuntimeError):  # the store goes with rank 0
+            store = self.store.clone()
+            store.wait(["roll_call"], FOREVER)
+            store.append("alive", f"{self.rank} ")
+            self.is_called.set()
+
     def _watch(self) -> None:
         deadline, is_called = time.monotonic() + self.rdzv_timeout, False
-        while not is_called and time.monotonic() < deadline and self._is_joining():
-            time.sleep(2 * POLL_SECONDS)
-            with suppress(OSError, RuntimeError):
-                left = deadline - time.monotonic()
-                is_called = call_within(left, self.store.check, ["roll_call"])
+        while self._is_joining() and time.monotonic() < deadline and not is_called:
+            is_called = self.is_called.wait(2 * POLL_SECONDS)
         if self._is_joining():
-            error = self._explain_joining(f"after {self.rdzv_timeout:.0f} s")
+            error = self._explain(f"after {self.rdzv_timeout:.0f} s", None)
             if not self.has_failed:
-                os.write(2, f"{Path(sys.argv[0]).name}: error: {error}\n".encode())
-                if self.rank == 0:  # its store, which the others ask meanwhile, ends with it
-                    time.sleep(ROLL_SECONDS / 2)
+                if not error.reported_elsewhere:
+                    os.write(2, f"{Path(sys.argv[0]).name}: error: {error}\n".encode())
                 os._exit(error.exit_status)
-        with suppress(OSError, RuntimeError):  # the store goes with rank 0
-            store = self.store.clone()  # type: ignore[attr-defined]
-            store.wait(["roll_call"], timedelta(days=1000))
-            store.set(f"answers/{self.rank}", "")
 
     def _is_joining(self) -> bool:
         return not (dist.is_initialized() or self.has_failed)
@@ -106,100 +113,113 @@ class Job:
             error: that a collective, or the making of the process group, raised.
             step: optimizer steps of the run until then; None before the first and after the last.
         """
-        is_of_gloo = any(words in str(error) for words in OF_GLOO)
-        if len(self.members) == 1 or not (is_of_gloo or isinstance(error, dist.DistError)):
+        text = str(error)
+        is_of_backend = isinstance(error, RuntimeError) and any(w in text for w in OF_BACKEND)
+        if self.world_size == 1 or not (is_of_backend or isinstance(error, dist.DistError)):
             return error
-        self.has_failed = True
-        reason = re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0]).partition(". ")[0]
-        if not dist.is_initialized():
-            return self._explain_joining(reason)
-        when = "before the first step or after the last step" if step is None else f"at step {step}"
-        steps, absent, causes = self._call_roll(step or 0)
-        if "time" in reason.lower():
-            self._end_stalled(absent)
-        # The first to fail takes others along; what it said is the cause.
-        text = f"{self._name(absent)} {when}: {next(iter(causes.values()), UNKNOWN)}"
-        if not absent:
-            absent = [other for other in steps if steps[other] < max(steps.values())]
-            text = f"no rank, but {self._name(absent)} is behind: look at its load and --timeout"
-        return LostRank(f"rank {self.rank} lost {text} ({reason})", absent)
-
-    def _explain_joining(self, reason: str) -> UserError:
-        """Return what is wrong while there is no process group yet."""
-        _, absent, causes = self._call_roll(0)
-        reason = next(iter(causes.values()), reason)
-        self._end_stalled(absent)
-        if absent:
-            return LostRank(
-                f"rank {self.rank} met {self._name(absent)}, which did not come to the process"
-                f" group ({reason}): it crashed, left, stalled or still prepares its data (then"
-                " prepare it beforehand, or raise --rdzv-timeout)",
-                absent,
+        if "Duplicate GPU detected" in text:
+            return UsageError(
+                "two ranks have the same GPU (NCCL: Duplicate GPU"
+                f" {text.partition('Duplicate GPU')[2].splitlines()[0]}): start one process for"
+                " each, or give each its own (srun --gpus-per-task=1, CUDA_VISIBLE_DEVICES), or"
+                " try --backend gloo, whose ranks may share"
             )
-        return RendezvousError(
-            f"rank {self.rank} has met all ranks, but the backend cannot connect them ({reason}):"
-            " each host must reach each other one on all ports, through the interface that"
-            " GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) names",
-            self.members,
-        )
+        self.has_failed = True
+        reason = re.sub(r"^\[\S*\] ", "", text.splitlines()[0]).partition(". ")[0]
+        return self._explain(reason, step)
 
-    def _call_roll(self, step: int) -> tuple[dict[int, int], list[int], dict[int, str]]:
-        """Return the steps of those who notice, the lost ranks, and what failed ones said.
+    def _explain(self, reason: str, step: int | None) -> UserError:
+        with self.lock:  # the watching thread may ask at the same time
+            if not self.lost:
+                try:
+                    self.lost = self._find_lost(step or 0)
+                except (OSError, RuntimeError, ValueError):  # the store is gone, or stopped
+                    mates = [rank for rank in self.meeting.mates if rank]
+                    self.lost = {"ranks": [0], "names": f"rank {self.meeting.main}", "cause": ""}
+                    self.lost |= {"is_gone": True, "is_told": mates[0] != self.rank}
+        names, cause, is_gone = self.lost["names"], self.lost["cause"], self.lost["is_gone"]
+        when = "before the first step or after the last step" if step is None else f"at step {step}"
+        error = LostRank(f"rank {self.rank} lost {names} {when}: {cause or UNKNOWN} ({reason})")
+        if not dist.is_initialized():
+            error = LostRank(
+                f"rank {self.rank} met {names}, which did not come to the process group"
+                f" ({cause or reason}): it crashed, left, stalled or still prepares its data (then"
+                " prepare it beforehand, or raise --rdzv-timeout)"
+                if is_gone
+                else f"rank {self.rank} has met all ranks, but the backend cannot connect them"
+                f" ({reason}): each host must reach each other one on all ports, through the"
+                " interface that GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) names"
+            )
+        elif not is_gone:
+            error = LostRank(
+                f"rank {self.rank} lost no rank {when}, but {names} is behind: look at its load"
+                f" and --timeout ({reason})"
+            )
+        error.ranks, error.reported_elsewhere = self.lost["ranks"], self.lost["is_told"]
+        return error
 
-        Each rank that notices a failure leaves its step in the store. Of the others one that
-        answers is busy, or waits for something in vain; one that does not is gone or stalled.
+    def _find_lost(self, step: int) -> dict[str, Any]:
+        """Return who is lost, the same for all ranks, and whether one of this host has said so."""
+        store = self.store
+        store.append("failed", f"{self.rank}:{step} ")
+        store.set("roll_call", "")
+        # What is written needs no answer. A question does, and a stopped rank 0 gives none.
+        call_within(PROBE_SECONDS, store.check, ["roll_call"])
+        if call_within(BUSY_SECONDS, store.add, "roll_judges", 1) > 1:  # another one finds out
+            with suppress(dist.DistStoreError):
+                limit = timedelta(seconds=2 * BUSY_SECONDS)
+                call_within(3 * BUSY_SECONDS, store.wait, ["lost"], limit)
+        if not store.check(["lost"]):
+            store.compare_set("lost", "", json.dumps(self._judge()))
+        lost = json.loads(store.get("lost"))
+        lost["is_told"] = store.add(f"told_lost/{self.meeting.own.host}", 1) > 1
+        store.add("answered", 1)
+        begin = time.monotonic()
+        while self.rank == 0 and time.monotonic() < begin + BUSY_SECONDS:
+            time.sleep(POLL_SECONDS)  # whoever asks later, and finds no store, blames rank 0
+            there = {*self._read_roll("failed"), *self._read_roll("alive")} - {*lost["ranks"]}
+            if time.monotonic() > begin + SETTLE_SECONDS and store.add("answered", 0) >= len(there):
+                break
+        return lost
+
+    def _judge(self) -> dict[str, Any]:
+        """Find out who is lost.
+
+        Of the ranks that did not notice a failure one that answers is busy, or waits for something
+        in vain; one that does not is gone or stalled.
         """
-        steps: dict[int, int] = {}
-        busy: set[int] = set()
-        causes: dict[int, str] = {}
+        everyone, known, cause = {*range(self.world_size)}, -1, ""
+        begin = last = time.monotonic()
+        while True:
+            steps, alive = self._read_roll("failed"), self._read_roll("alive")
+            if self.store.check(["cause"]):
+                # The first to fail takes others along; what it said is the cause.
+                guilty, _, cause = self.store.get("cause").decode().partition(" ")
+            absent = {int(guilty)} if cause else everyone - steps.keys() - alive.keys()
+            if len(steps) + len(alive) > known:
+                last, known = time.monotonic(), len(steps) + len(alive)
+            limit = last + ROLL_SECONDS if absent else begin + BUSY_SECONDS
+            if cause or len(steps) == len(everyone) or time.monotonic() > limit:
+                break
+            time.sleep(POLL_SECONDS)
+        behind = everyone - steps.keys() or {r for r in steps if steps[r] < max(steps.values())}
+        ranks = sorted(absent or behind)
+        names = f"rank {self.meeting.name(ranks)}" if ranks else "none"
+        told = {"ranks": ranks[:MAX_SHOWN], "names": names, "is_gone": bool(absent)}
+        return told | {"cause": printable(cause)}
 
-        def wait_for(ranks: set[int], seconds: float) -> None:
-            deadline = time.monotonic() + seconds
-            while (left := ranks - steps.keys()) and time.monotonic() < deadline:
-                for other in [rank for rank in left if self.store.check([f"present/{rank}"])]:
-                    steps[other] = int(self.store.get(f"present/{other}")[:20])
-                time.sleep(POLL_SECONDS)
-            for other in [rank for rank in left if self.store.check([f"failed/{rank}"])]:
-                causes[other] = printable(self.store.get(f"failed/{other}").decode())
-            left -= causes.keys()
-            busy.update(rank for rank in left if self.store.check([f"answers/{rank}"]))
-
-        # Where rank 0 has stalled, its store never answers, nor looks at a timeout.
-        with suppress(OSError, RuntimeError, ValueError):
-            keys, values = ["roll_call", f"present/{self.rank}"], ["", str(step)]
-            call_within(ROLL_SECONDS, self.store.multi_set, keys, values)  # type: ignore[attr-defined]
-            call_within(2 * ROLL_SECONDS, wait_for, {*range(len(self.members))}, ROLL_SECONDS)
-            if busy:
-                call_within(BUSY_SECONDS + ROLL_SECONDS, wait_for, {*busy}, BUSY_SECONDS)
-        # Where nobody answers the store is gone, which is rank 0's.
-        absent = [r for r in range(len(self.members)) if r not in steps] if steps else [0]
-        return steps, [rank for rank in absent if rank not in busy] or absent, causes
-
-    def _end_stalled(self, ranks: list[int]) -> None:
-        """End those that are on this host: torchrun would wait for them half a minute."""
-        for member in [self.members[rank] for rank in ranks]:
-            with suppress(OSError):
-                program = os.readlink(f"/proc/{member.pid}/exe")
-                # Its number came over the network: nothing is ended but a Python like this one.
-                is_python = program == os.readlink("/proc/self/exe") and member.pid != os.getpid()
-                if is_python and member.host == self.members[self.rank].host:
-                    os.kill(member.pid, signal.SIGKILL)
-
-    def _name(self, ranks: list[int]) -> str:
-        return shorten([f"rank {self.members[rank]}" for rank in ranks], len(ranks)) or "none"
+    def _read_roll(self, key: str) -> dict[int, int]:
+        """Return the ranks of a list, with the step that each has written beside its number."""
+        text = self.store.get(key).decode() if self.store.check([key]) else ""
+        entries = [entry.partition(":") for entry in text.split()]
+        return {int(rank): int(step or 0) for rank, _, step in entries}
 
     def publish_failure(self, error: Exception) -> None:
-        """Tell the ranks that are going to miss this one why."""
+        """Let the ranks that will miss this one know why; of several the first one counts."""
         self.has_failed = True
+        if isinstance(error, LostRank) or self.world_size == 1:
+            return
         line = str(error) if isinstance(error, UserError) else describe(error)
-        # Who waits for the process group looks for a roll call.
-        keys = [f"failed/{self.rank}", "roll_call"]
         with suppress(OSError, RuntimeError):  # the store went with rank 0
-            call_within(ROLL_SECONDS, self.store.multi_set, keys, [line, ""])  # type: ignore[attr-defined]
-
-    def leave(self) -> None:
-        """Wait, after a training, for rank 0, which has results to write. Collective.
-
-        Nobody else would notice that it does not come to its end, and its store ends with it.
-        """
-        dist.all_reduce(torch.zeros(1))  # on the CPU: over gloo, whose timeout is --timeout
+            call_within(PROBE_SECONDS, self.store.compare_set, "cause", "", f"{self.rank} {line}")
+            self.store.set("roll_call", "")  # who waits for the process group looks for it

@@ -2,8 +2,6 @@
 
 import argparse
 import os
-import signal
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -13,44 +11,41 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from utils import config, distributed, errors
-from utils.cluster import launchers
+from utils.cluster import children, launchers
 from utils.cluster.calls import call_within
-from utils.cluster.failures import Job
+from utils.cluster.failures import Job, LostRank
 from utils.cluster.launchers import Launch
-from utils.cluster.members import Member, host_identity
-from utils.cluster.network import choose_interface
+from utils.cluster.meeting import Meeting, Member, RendezvousError, meet
 from utils.cluster.places import Address, AgentStore, File
-from utils.cluster.rendezvous import RendezvousError, meet
 from utils.device import import_dynamo, select_devices
 from utils.errors import UsageError, UserError
 from utils.signals import Stopped
 
 DESTROY_SECONDS = 5.0  # for the process group to go after a failure
 
+Train = Callable[[argparse.Namespace, Job], int]
 
-Run = Callable[[argparse.Namespace, Job], int]
 
+def launch(train: Train, args: argparse.Namespace) -> int:
+    """Find out how this process was started, meet the other ranks, and call ``train``.
 
-def launch(run: Run, args: argparse.Namespace) -> int:
-    """Find out how this process was started, meet the other ranks, and call ``run``.
-
-    Whatever the launcher, ``run`` finds RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE in the
+    Whatever the launcher, ``train`` finds RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE in the
     environment. On every way out the process group is destroyed. One rank of several ends here,
     without returning.
 
     Args:
-        run: called with ``args`` and the ``Job``.
+        train: called with ``args`` and the ``Job``.
         args: as ``config.parse_args`` returns them.
 
     Returns:
         The exit status.
     """
     if args.nprocs is not None:
-        return errors.guard(launchers.spawn, partial(_run_rank, run, args), args)
-    return _run_rank(run, args)
+        return errors.guard(children.spawn, partial(_run_rank, train, args), args)
+    return _run_rank(train, args)
 
 
-def _run_rank(run: Run, args: argparse.Namespace, given: Launch | None = None) -> int:
+def _run_rank(train: Train, args: argparse.Namespace, given: Launch | None = None) -> int:
     world_size = 1
 
     def start() -> int:
@@ -60,12 +55,10 @@ def _run_rank(run: Run, args: argparse.Namespace, given: Launch | None = None) -
         if found.launcher in ("torchrun", "mpirun"):  # a rank by hand may outlive its shell
             launchers.die_with_parent(found)
         try:
-            return _meet_and_run(run, args, found)
+            return _meet_and_train(train, args, found)
         except UserError as error:
             if isinstance(error, Stopped) and found.is_managed:
                 error.exit_status = 0
-                if error.number == signal.SIGUSR1:
-                    _meeting_place(args.init_method, found).publish_stop()
             error.reported_elsewhere = _is_reported(error, found)
             if error.reported_elsewhere and error.exit_status and found.is_managed:
                 errors.let_another_rank_report()
@@ -73,21 +66,19 @@ def _run_rank(run: Run, args: argparse.Namespace, given: Launch | None = None) -
 
     # What passes through ``record`` stands with its traceback in torchrun's report: bugs alone.
     status = record(errors.guard)(start) or 0
-    if world_size > 1:
-        # DDP never lets go of gloo's threads (torch 2.15), not even when the group is destroyed.
-        # The interpreter, ending beside them, now and then aborts: 3 complete runs of about 300.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    if world_size > 1 and given is None:
+        children.end_process(status)
     return status
 
 
-def _meet_and_run(run: Run, args: argparse.Namespace, launch: Launch) -> int:
+def _meet_and_train(train: Train, args: argparse.Namespace, launch: Launch) -> int:
     job = _meet(args, launch)
     import_dynamo()  # or DDP's constructor would, more slowly
     try:
-        status = run(args, job)
-        job.leave()
+        status = train(args, job)
+        # After a training rank 0 has results to write. Nobody else would notice that it does not
+        # come to its end, and its store ends with it. On the CPU: over gloo, with --timeout.
+        dist.all_reduce(torch.zeros(1))
     except Exception as error:
         explained = job.explain(error)
         job.publish_failure(explained)
@@ -103,15 +94,14 @@ def _meet_and_run(run: Run, args: argparse.Namespace, launch: Launch) -> int:
 
 
 def _is_reported(error: UserError, launch: Launch) -> bool:
-    """Tell whether a lower rank of this host reports the same error: one line will do.
+    """Return whether another rank of this host prints the same error: one line will do.
 
     By hand each rank has a terminal; those of a launcher share one.
     """
     if launch.launcher == "environment":
         return False
-    if isinstance(error, RendezvousError):
-        here = host_identity()
-        return any(other.host == here and other.rank < launch.rank for other in error.present)
+    if isinstance(error, RendezvousError | LostRank):
+        return error.reported_elsewhere
     everywhere = isinstance(error, UsageError | Stopped) or error.reported_elsewhere
     return everywhere and bool(launch.local_rank)
 
@@ -120,45 +110,37 @@ def _meet(args: argparse.Namespace, launch: Launch) -> Job:
     """Find the other ranks, agree with them on what has to agree, and set the environment.
 
     Raises:
-        UsageError: backend or device not there, or a GPU that two ranks would share.
+        UsageError: backend or device not there, or a rank without a GPU.
         RendezvousError: ranks are missing, twice there, or do not belong together.
     """
     devices = select_devices(args.device, args.devices)
     backend = distributed.choose_backend(args.backend, devices[0])
     facts = {name: str(value) for name, value in config.shared(args).items()}
-    own = Member(
-        launch.rank,
-        launch.world_size,
-        {"torch": str(torch.__version__), "backend": backend, **facts},
-        local_rank=-1 if launch.local_rank is None else launch.local_rank,
-        # Gloo lets ranks share a GPU.
-        gpus=distributed.find_gpus(devices) if backend == "nccl" else [],
-        wait_seconds=args.rdzv_timeout,
-    )
-    store: dist.Store = dist.HashStore()
-    members = [own]
+    facts |= {"torch": str(torch.__version__), "backend": backend}
+    own = Member(launch.rank, facts)
+    meeting = Meeting(own, launch.world_size, own)
     if launch.world_size > 1:
-        # PyTorch looks up the name of every address that it connects to, at both ends, and one name
-        # server that does not answer takes ten seconds. glibc reads this at its first lookup.
-        os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
-        store, members = meet(_meeting_place(args.init_method, launch), own)
-    for member in members:
-        mates = [other.rank for other in members if other.host == member.host]
-        if member.local_rank < 0:  # tcp:// and file:// give none
-            member.local_rank = mates.index(member.rank)
-        if member.rank == launch.rank:
-            local_world_size = launch.local_world_size or len(mates)
-    distributed.check_gpus([(str(m), m.local_rank, m.gpus) for m in members])
+        place = _meeting_place(args.init_method, launch)
+        meeting = meet(place, own, launch.world_size, args.rdzv_timeout)
+    local_rank = launch.local_rank
+    if local_rank is None:  # tcp:// and file:// give none
+        local_rank = meeting.mates.index(launch.rank)
+    local_world_size = launch.local_world_size or len(meeting.mates)
+    # A launcher may show each rank one GPU, which is then number 0 for all of them.
+    if backend == "nccl" and local_world_size > len(devices) > 1:
+        raise UsageError(
+            f"{local_world_size} ranks are on this node and see {len(devices)} GPUs: start one"
+            " process for each (--nproc_per_node), or try --backend gloo, whose ranks may share"
+        )
     os.environ.update(
         RANK=str(launch.rank),
         WORLD_SIZE=str(launch.world_size),
-        LOCAL_RANK=str(members[launch.rank].local_rank),
+        LOCAL_RANK=str(local_rank),
         LOCAL_WORLD_SIZE=str(local_world_size),
     )
-    interface = choose_interface(members[launch.rank], members)
-    if interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    return Job(store, launch.rank, members, args.rdzv_timeout)
+    if meeting.interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", meeting.interface)
+    return Job(meeting, args.rdzv_timeout)
 
 
 def _meeting_place(init_method: str, launch: Launch) -> Address:
@@ -166,7 +148,7 @@ def _meeting_place(init_method: str, launch: Launch) -> Address:
         return File(init_method.removeprefix("file://"))
     if init_method.startswith("tcp://"):
         address, _, port = init_method.removeprefix("tcp://").rpartition(":")
-        return Address(address.strip("[]"), int(port))
-    if launch.has_agent_store:
-        return AgentStore(launch.master_addr, launch.master_port)
-    return Address(launch.master_addr, launch.master_port)
+        return Address(address.strip("[]"), int(port), "--init-method")
+    is_given = launch.master_addr == launchers.read_address(os.environ)
+    kind = AgentStore if launch.has_agent_store else Address
+    return kind(launch.master_addr, launch.master_port, "MASTER_ADDR" * is_given)

@@ -1,29 +1,19 @@
-"""How this process was started: by which launcher, as which rank, or as the parent of the ranks."""
+"""How this process was started: by which launcher, and as which rank."""
 
 import argparse
 import ctypes
 import os
 import re
 import signal
-import sys
-import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import torch.multiprocessing as mp
-from torch.distributed.elastic.utils.distributed import get_free_port
-
-from utils import signals
 from utils.errors import UsageError
 
 DEFAULT_PORT = 29500
 PR_SET_PDEATHSIG = 1  # prctl(2)
-GRACE_SECONDS = 5.0  # for the other ranks to end by themselves when one has failed
-POLL_SECONDS = 0.1
 
 # What each launcher calls rank, world size, local rank and local world size.
 NAMES = {
@@ -44,7 +34,7 @@ class Launch:
             flags given by hand) or ``alone``.
         rank: of this process, among ``world_size``.
         local_rank: its number on this node, among ``local_world_size``; both None where only the
-            meeting of all ranks can tell.
+            meeting of all ranks can say.
         master_addr: where rank 0 is looked for, with ``master_port``.
         has_agent_store: whether torchrun's agent keeps a store at that address.
     """
@@ -77,7 +67,7 @@ def read_launch(args: argparse.Namespace, environ: Mapping[str, str] = os.enviro
         raise UsageError(f"{launcher} numbers the processes: drop --rank and --world-size")
     names = NAMES.get(launcher, NAMES["torchrun"])
     rank, world_size, local_rank, local_world_size = (_number(environ, name) for name in names)
-    address, job = environ.get("MASTER_ADDR"), ""
+    address, job = read_address(environ), ""
     if launcher == "slurm":
         world_size = world_size or _number(environ, "SLURM_NTASKS")
         address = address or _first_slurm_host(environ)
@@ -138,6 +128,11 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
     return None if text is None else int(text)
 
 
+def read_address(environ: Mapping[str, str]) -> str:
+    """Return MASTER_ADDR, or nothing; spaces come from a file or a quoted list."""
+    return environ.get("MASTER_ADDR", "").strip()
+
+
 def read_port(environ: Mapping[str, str], job: str = "") -> int:
     """Return MASTER_PORT; where it is not set one that the name of the job chooses, if any."""
     port = _number(environ, "MASTER_PORT")
@@ -165,87 +160,3 @@ def die_with_parent(launch: Launch) -> None:
     with suppress(OSError, AttributeError):  # Linux alone has it
         number = signal.SIGTERM if is_one_node else signal.SIGKILL
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-
-
-def spawn(start: Callable[[Launch], int], args: argparse.Namespace) -> int:
-    """Start the ranks of this node as child processes, wait for them, and return the exit status.
-
-    Args:
-        start: called in each process.
-        args: ``nprocs``, ``nnodes``, ``node_rank`` and ``init_method`` say how many, and where.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise UsageError("--nprocs starts the processes itself: drop it, or drop torchrun")
-    if args.nnodes > 1 and args.init_method == "env://" and "MASTER_ADDR" not in os.environ:
-        raise UsageError(
-            "--nnodes needs the address of node 0: --init-method tcp://<address>:<port>, or"
-            " MASTER_ADDR and MASTER_PORT, the same on every node"
-        )
-    port = read_port(os.environ)
-    if "MASTER_PORT" not in os.environ and args.nnodes == 1:
-        port = get_free_port()  # now; rank 0 says so if it no longer is
-    address = os.environ.get("MASTER_ADDR") or "127.0.0.1"
-    world_size = args.nnodes * args.nprocs
-    children: list[Any] = []
-    try:
-        for local_rank in range(args.nprocs):
-            rank = args.node_rank * args.nprocs + local_rank
-            launch = Launch("spawn", rank, world_size, local_rank, args.nprocs, address, port)
-            child = mp.get_context("spawn").Process(
-                target=_child, args=(start, launch, os.getpid()), name=f"rank {rank}"
-            )
-            child.start()
-            children.append(child)
-        signals.before_interrupt(lambda: _interrupt(children))
-        return _wait_for(children)
-    finally:
-        for child in children:  # all have ended, unless an exception brought us here
-            child.kill()
-
-
-def _child(start: Callable[[Launch], int], launch: Launch, parent: int) -> None:
-    signals.install_handlers()
-    # spawn hands itself down: loader workers would import torch anew, where they are forked else.
-    mp.set_start_method(None, force=True)
-    die_with_parent(launch)
-    if os.getppid() != parent:  # it died before the kernel knew of our wish
-        sys.exit(1)
-    sys.exit(start(launch))
-
-
-def _interrupt(children: list[Any]) -> None:
-    """Pass a second Ctrl-C on, so that rank 0 can still write what became of the run."""
-    _send(children, signal.SIGINT)
-    for child in children:
-        child.join(signals.LAST_WORDS_SECONDS)
-
-
-def _send(children: list[Any], number: int) -> None:
-    for child in children:
-        with suppress(ProcessLookupError):
-            os.kill(child.pid, number)
-
-
-def _wait_for(children: list[Any]) -> int:
-    """Pass a stop signal on, end the rest when one fails, and return the exit status."""
-    status, forwarded, deadline = 0, 0, float("inf")
-    while any(child.is_alive() for child in children):
-        time.sleep(POLL_SECONDS)
-        if signals.received() and not forwarded:
-            forwarded = signals.received()
-            _send(children, forwarded)
-        # Above 128 all have agreed to stop, and rank 0 may still be saving.
-        failed = [child for child in children if child.exitcode and child.exitcode < 128]
-        if failed and not status:
-            code = failed[0].exitcode
-            status, deadline = max(code, 1), time.monotonic() + GRACE_SECONDS
-            if code < 0 and not forwarded:
-                script, name = Path(sys.argv[0]).name, signal.Signals(-code).name
-                killed = f"{failed[0].name} (pid {failed[0].pid}) was killed by {name}"
-                print(f"{script}: error: {killed}", file=sys.stderr)
-        if time.monotonic() > deadline:
-            _send(children, signal.SIGKILL)
-    codes = [child.exitcode for child in children]
-    if max(codes) > 128:  # of several signals the one on which all ranks agreed
-        return max(codes)
-    return 128 + forwarded if forwarded and any(codes) else status or max(codes)

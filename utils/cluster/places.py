@@ -1,8 +1,9 @@
 """Where rank 0 is looked for: at an address, or where it publishes one."""
 
+import fcntl
 import json
-import signal
 import socket
+import struct
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
@@ -11,53 +12,53 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from utils.cluster.calls import call_within
-from utils.cluster.network import own_addresses
 from utils.errors import UsageError
 from utils.files import replace_file
-from utils.signals import Stopped
 
 AGENT_SECONDS = 5.0  # for torchrun's store to answer; it is there before the ranks are
-MAX_BYTES = 65_536  # of what a rank publishes, or says about itself
+SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 class Spot(NamedTuple):
-    """Where rank 0 may be, and what its store must hold there to be the one looked for."""
+    """Where rank 0 may be, and the nonce that its store has if it is the one looked for."""
 
     host: str
     port: int
     nonce: str
 
 
+def _parse(text: bytes) -> list[Spot]:
+    return [Spot(*parts) for parts in json.loads(text)]
+
+
 class Address:
-    """Rank 0 is looked for at an address that everybody was given."""
+    """Rank 0 is looked for at an address that everybody was given.
+
+    Args:
+        source: what gave the address, for messages.
+    """
 
     is_published = False
 
-    def __init__(self, host: str, port: int) -> None:
-        self.host, self.port = host, port
+    def __init__(self, host: str, port: int, source: str = "") -> None:
+        self.host, self.port, self.source = host, port, source
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        return f"{self.host}:{self.port}" + f" (from {self.source})" * bool(self.source)
 
     def find(self) -> list[Spot]:
-        """Return where rank 0 may be; nothing as long as it has not said so."""
+        """Return where rank 0 may be; nothing as long as it has not said so.
+
+        Raises:
+            OSError, RuntimeError, ValueError, TypeError: no answer, or none of rank 0's.
+        """
         return [Spot(self.host, self.port, "")]
 
     def publish(self, port: int, nonce: str) -> None:
         """Make known on which port rank 0, which is this process, listens."""
 
     def withdraw(self) -> None:
-        """Leave nothing behind: all ranks are there."""
-
-    def publish_stop(self) -> None:
-        """Tell the others of a SIGUSR1 that this rank got, where they can be told.
-
-        The other stop signals torchrun sends to all itself, before it starts them again.
-        """
-
-    def check_stop(self) -> None:
-        """Raise ``Stopped`` if another rank has told of a SIGUSR1."""
+        """Leave nothing behind, once all ranks have met."""
 
 
 class AgentStore(Address):
@@ -68,7 +69,7 @@ class AgentStore(Address):
     """
 
     is_published = True
-    KEY, STOP_KEY = "where_rank_0_is", "stopped_by_SIGUSR1"
+    KEY = "where_rank_0_is"
 
     @cached_property
     def store(self) -> dist.Store:
@@ -76,22 +77,10 @@ class AgentStore(Address):
         return dist.TCPStore(self.host, self.port, None, False, timeout, wait_for_workers=False)
 
     def find(self) -> list[Spot]:
-        self.check_stop()
-        return _parse_spots(self.store.get(self.KEY)) if self.store.check([self.KEY]) else []
+        return _parse(self.store.get(self.KEY)) if self.store.check([self.KEY]) else []
 
     def publish(self, port: int, nonce: str) -> None:
         self.store.set(self.KEY, json.dumps([Spot(self.host, port, nonce)]))
-
-    def publish_stop(self) -> None:
-        with suppress(OSError, RuntimeError):
-            call_within(AGENT_SECONDS, lambda: self.store.set(self.STOP_KEY, ""))
-
-    def check_stop(self) -> None:
-        stopped = False
-        with suppress(OSError, RuntimeError):  # it does not answer, as others will notice
-            stopped = self.store.check([self.STOP_KEY])
-        if stopped:
-            raise Stopped(signal.SIGUSR1)
 
 
 class File(Address):
@@ -109,16 +98,13 @@ class File(Address):
         return f"file://{self.path}"
 
     def find(self) -> list[Spot]:
-        # Not from a pipe, which would never end.
-        return _parse_spots(self.path.read_bytes()) if self.path.is_file() else []
+        return _parse(self.path.read_bytes()) if self.path.exists() else []
 
     def publish(self, port: int, nonce: str) -> None:
         # Loopback last: others on this host alone can use it.
-        addresses = sorted(own_addresses().values(), key=lambda ip: ip.startswith("127."))
+        addresses = sorted(own_addresses(), key=lambda ip: ip.startswith("127."))
         spots = [Spot(host, port, nonce) for host in (*addresses, socket.gethostname())]
         try:
-            if self.path.exists() and not self.path.is_file():
-                raise OSError(0, "it is no file")
             replace_file(self.path, json.dumps(spots).encode())
         except OSError as error:
             raise UsageError(
@@ -126,14 +112,27 @@ class File(Address):
             ) from error
 
     def withdraw(self) -> None:
-        with suppress(OSError):
-            self.path.unlink()
+        self.path.unlink(missing_ok=True)
 
 
-def _parse_spots(text: bytes) -> list[Spot]:
-    """Return what was published, which another program may have written; nothing if so."""
-    try:
-        spots = [Spot(*parts) for parts in json.loads(text[:MAX_BYTES])]
-    except (ValueError, TypeError, RecursionError):
-        return []
-    return [spot for spot in spots if [type(part) for part in spot] == [str, int, str]]
+def probe(host: str, port: int) -> tuple[str, str]:
+    """Connect and leave; return the other end's address, and that of this host on the way to it.
+
+    Raises:
+        OSError: nothing listens there, or there is no such host.
+    """
+    with socket.create_connection((host, port), timeout=1.0) as connection:
+        ends = connection.getpeername()[0], connection.getsockname()[0]
+    return ends[0].removeprefix("::ffff:"), ends[1].removeprefix("::ffff:")
+
+
+def own_addresses() -> dict[str, str]:
+    """Return the interface of each IPv4 address of this host, where the system says it."""
+    interfaces = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                request = struct.pack("256s", name.encode()[:15])
+                answer = fcntl.ioctl(any_socket, SIOCGIFADDR, request)
+                interfaces[socket.inet_ntoa(answer[20:24])] = name
+    return interfaces

@@ -1,0 +1,125 @@
+"""The ranks of this node as child processes, where no launcher starts them (``--nprocs``)."""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.multiprocessing as mp
+from torch.distributed.elastic.utils.distributed import get_free_port
+
+from utils import output, signals
+from utils.cluster.launchers import Launch, die_with_parent, read_address, read_port
+from utils.errors import UsageError
+
+POLL_SECONDS = 0.1
+# When a rank has failed the others get SIGTERM after this time, and SIGKILL after twice this time.
+# They need it to find out who is lost (failures.BUSY_SECONDS) and to destroy the process group
+# (launch.DESTROY_SECONDS).
+GRACE_SECONDS = 9.0
+
+
+def spawn(start: Callable[[Launch], int], args: argparse.Namespace) -> int:
+    """Start the ranks of this node, wait for them, and return the exit status.
+
+    Args:
+        start: called in each process.
+        args: ``nprocs``, ``nnodes``, ``node_rank`` and ``init_method`` say how many, and where.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise UsageError("--nprocs starts the processes itself: drop it, or drop torchrun")
+    address = read_address(os.environ)
+    if args.nnodes > 1 and args.init_method == "env://" and not address:
+        raise UsageError(
+            "--nnodes needs the address of node 0: --init-method tcp://<address>:<port>, or"
+            " MASTER_ADDR and MASTER_PORT, the same on every node"
+        )
+    if args.nnodes == 1:  # variables that another job left in the shell do not matter
+        address, port = "127.0.0.1", get_free_port()
+    else:
+        address, port = address or "127.0.0.1", read_port(os.environ)
+    first, world_size = args.node_rank * args.nprocs, args.nnodes * args.nprocs
+    launches = [
+        Launch("spawn", first + local_rank, world_size, local_rank, args.nprocs, address, port)
+        for local_rank in range(args.nprocs)
+    ]
+    stops = mp.get_context("spawn").RawValue("i", 0)
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
+    context = mp.start_processes(_child, (start, launches, os.getpid(), stops), args.nprocs, False)
+    signals.before_interrupt(lambda: _interrupt(context.processes))
+    try:
+        return _wait_for(context, launches) or stops.value
+    finally:
+        for child in context.processes:  # all have ended, unless an exception brought us here
+            child.kill()
+
+
+def _child(
+    local_rank: int,
+    start: Callable[[Launch], int],
+    launches: list[Launch],
+    parent: int,
+    stops: Any,
+) -> None:
+    output.protect()
+    signals.install_handlers()
+    # spawn hands itself down: loader workers would import torch anew, where they are forked else.
+    mp.set_start_method(None, force=True)
+    die_with_parent(launches[local_rank])
+    if os.getppid() != parent:  # it died before the kernel knew of our request
+        os._exit(1)
+    try:
+        status = start(launches[local_rank])
+    except Exception:  # a bug: with the traceback of this rank alone
+        traceback.print_exc()
+        status = 1
+    if status > 128:  # to end by agreement is no failure, for which the others would be killed
+        stops.value, status = status, 0
+    end_process(status)
+
+
+def end_process(status: int) -> NoReturn:
+    """End a rank of several without taking the interpreter to pieces.
+
+    DDP never lets go of gloo's threads (torch 2.15), not even when the group is destroyed. The
+    interpreter, ending beside them, now and then aborts: 3 complete runs of about 300.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _interrupt(children: list[Any]) -> None:
+    """Pass a second Ctrl-C on, so that rank 0 can still write what became of the run."""
+    _send(children, signal.SIGINT)
+    for child in children:
+        child.join(signals.LAST_WORDS_SECONDS)
+
+
+def _send(children: list[Any], number: int) -> None:
+    for child in children:
+        with suppress(ProcessLookupError):
+            os.kill(child.pid, number)
+
+
+def _wait_for(context: Any, launches: list[Launch]) -> int:
+    """Pass a stop signal on, end the rest when one fails, and return the exit status."""
+    forwarded = 0
+    try:
+        while not context.join(POLL_SECONDS, GRACE_SECONDS):
+            if signals.received() and not forwarded:
+                forwarded = signals.received()
+                _send(context.processes, forwarded)
+    except mp.ProcessExitedException as error:
+        if error.signal_name and not forwarded:
+            name = f"rank {launches[error.error_index].rank} (pid {error.error_pid})"
+            line = f"{Path(sys.argv[0]).name}: error: {name} was killed by {error.signal_name}"
+            print(line, file=sys.stderr)
+        return 128 + forwarded if forwarded else max(error.exit_code, 1)
+    return 0
