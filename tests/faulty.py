@@ -3,7 +3,8 @@
 FAULT=stall FAULT_RANK=1 FAULT_STEP=3 torchrun ... tests/faulty.py --max-steps 9
 
 FAULT_STEP is a step, or ``data`` (before the data is loaded), ``group`` (before the process group
-is made) or ``results`` (before they are written). FAULT_FLAG is a file that is made at that moment.
+is made) or ``results`` (before they are written). FAULT_FLAG is a file that is made at that moment;
+with FAULT_ONCE nothing goes wrong where the file is.
 """
 
 import os
@@ -20,14 +21,13 @@ import torch
 import data
 import models
 import train_ddp
-from utils import logger
-from utils.signals import StopRequest
+from utils import run
 
-poll, calls = StopRequest.poll, 0
+calls = 0
 
 
 def is_faulty() -> bool:
-    """Tell whether this is the rank; asked once the ranks have met, and the launch has said so."""
+    """Return whether this is the rank; asked once the ranks have met, and RANK is set."""
     return os.environ["RANK"] == os.environ["FAULT_RANK"]
 
 
@@ -36,7 +36,10 @@ def go_wrong(when: str) -> None:
         return
     how = os.environ["FAULT"]
     if "FAULT_FLAG" in os.environ:
-        Path(os.environ["FAULT_FLAG"]).touch()
+        flag = Path(os.environ["FAULT_FLAG"])
+        if "FAULT_ONCE" in os.environ and flag.exists():
+            return
+        flag.touch()
     if how == "raise":
         raise ArithmeticError("wrong on purpose")
     if how in ("leave", "leave while one computes"):
@@ -51,13 +54,13 @@ def go_wrong(when: str) -> None:
         torch.nn.functional.cross_entropy = lambda *a, **k: torch.tensor(float("nan"))
 
 
-def fault(self: StopRequest) -> bool:
+def step(self: run.Run) -> None:
     global calls
     calls += 1
     go_wrong(str(calls))
     if (os.environ["FAULT"], os.environ["RANK"]) == ("leave while one computes", "2"):
         time.sleep(6 if str(calls) == os.environ["FAULT_STEP"] else 0)
-    return poll(self)
+    end_step(self)
 
 
 def join(*args: Any, **kwargs: Any) -> None:
@@ -70,13 +73,12 @@ def summarise(model: torch.nn.Module) -> str:
     return weights_sha256(model)
 
 
-StopRequest.poll = fault  # type: ignore[method-assign]
+end_step, run.Run.end_step = run.Run.end_step, step  # type: ignore[method-assign]
 init_process_group, torch.distributed.init_process_group = (
     torch.distributed.init_process_group,
     join,
 )
-weights_sha256, logger.weights_sha256 = logger.weights_sha256, summarise
-
+weights_sha256, run.weights_sha256 = run.weights_sha256, summarise
 build_model, load_dataset = models.build_model, data.load_dataset
 
 

@@ -2,12 +2,14 @@
 
 import argparse
 import logging
+import multiprocessing
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,47 +42,37 @@ def spawn(start: Callable[[Launch], int], args: argparse.Namespace) -> int:
             "--nnodes needs the address of node 0: --init-method tcp://<address>:<port>, or"
             " MASTER_ADDR and MASTER_PORT, the same on every node"
         )
-    if args.nnodes == 1:  # variables that another job left in the shell do not matter
-        address, port = "127.0.0.1", get_free_port()
-    else:
-        address, port = address or "127.0.0.1", read_port(os.environ)
+    # On one node variables that another job left in the shell do not matter.
+    address, port = ("", get_free_port()) if args.nnodes == 1 else (address, read_port(os.environ))
     first, world_size = args.node_rank * args.nprocs, args.nnodes * args.nprocs
-    launches = [
-        Launch("spawn", first + local_rank, world_size, local_rank, args.nprocs, address, port)
-        for local_rank in range(args.nprocs)
-    ]
-    stops = mp.get_context("spawn").RawValue("i", 0)
+    launch = Launch("spawn", first, world_size, 0, args.nprocs, address or "127.0.0.1", port)
+    stopped = mp.get_context("spawn").RawValue("i", 0)
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
-    context = mp.start_processes(_child, (start, launches, os.getpid(), stops), args.nprocs, False)
+    context = mp.start_processes(_child, (start, launch, stopped), args.nprocs, False)
     signals.before_interrupt(lambda: _interrupt(context.processes))
     try:
-        return _wait_for(context, launches) or stops.value
+        return _wait_for(context, first) or stopped.value
     finally:
         for child in context.processes:  # all have ended, unless an exception brought us here
             child.kill()
 
 
-def _child(
-    local_rank: int,
-    start: Callable[[Launch], int],
-    launches: list[Launch],
-    parent: int,
-    stops: Any,
-) -> None:
+def _child(local_rank: int, start: Callable[[Launch], int], launch: Launch, stopped: Any) -> None:
     output.protect()
     signals.install_handlers()
     # spawn hands itself down: loader workers would import torch anew, where they are forked else.
     mp.set_start_method(None, force=True)
-    die_with_parent(launches[local_rank])
-    if os.getppid() != parent:  # it died before the kernel knew of our request
+    die_with_parent(launch)
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:  # it died before the kernel could know
         os._exit(1)
     try:
-        status = start(launches[local_rank])
+        status = start(replace(launch, rank=launch.rank + local_rank, local_rank=local_rank))
     except Exception:  # a bug: with the traceback of this rank alone
         traceback.print_exc()
         status = 1
     if status > 128:  # to end by agreement is no failure, for which the others would be killed
-        stops.value, status = status, 0
+        stopped.value, status = status, 0
     end_process(status)
 
 
@@ -108,7 +100,7 @@ def _send(children: list[Any], number: int) -> None:
             os.kill(child.pid, number)
 
 
-def _wait_for(context: Any, launches: list[Launch]) -> int:
+def _wait_for(context: Any, first: int) -> int:
     """Pass a stop signal on, end the rest when one fails, and return the exit status."""
     forwarded = 0
     try:
@@ -118,7 +110,7 @@ def _wait_for(context: Any, launches: list[Launch]) -> int:
                 _send(context.processes, forwarded)
     except mp.ProcessExitedException as error:
         if error.signal_name and not forwarded:
-            name = f"rank {launches[error.error_index].rank} (pid {error.error_pid})"
+            name = f"rank {first + error.error_index} (pid {error.error_pid})"
             line = f"{Path(sys.argv[0]).name}: error: {name} was killed by {error.signal_name}"
             print(line, file=sys.stderr)
         return 128 + forwarded if forwarded else max(error.exit_code, 1)

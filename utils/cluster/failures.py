@@ -131,30 +131,32 @@ class Job:
     def _explain(self, reason: str, step: int | None) -> UserError:
         with self.lock:  # the watching thread may ask at the same time
             if not self.lost:
-                try:
+                with suppress(OSError, RuntimeError, ValueError):
                     self.lost = self._find_lost(step or 0)
-                except (OSError, RuntimeError, ValueError):  # the store is gone, or stopped
-                    mates = [rank for rank in self.meeting.mates if rank]
-                    self.lost = {"ranks": [0], "names": f"rank {self.meeting.main}", "cause": ""}
-                    self.lost |= {"is_gone": True, "is_told": mates[0] != self.rank}
-        names, cause, is_gone = self.lost["names"], self.lost["cause"], self.lost["is_gone"]
+            if not self.lost:  # the store is gone, or stopped with rank 0
+                is_told = self.rank != min(rank for rank in self.meeting.mates if rank)
+                self.lost = {"ranks": [0], "names": f"rank {self.meeting.main}", "is_gone": True}
+                self.lost |= {"cause": "", "is_told": is_told}
+        who, names, cause = f"rank {self.rank}", self.lost["names"], self.lost["cause"]
         when = "before the first step or after the last step" if step is None else f"at step {step}"
-        error = LostRank(f"rank {self.rank} lost {names} {when}: {cause or UNKNOWN} ({reason})")
-        if not dist.is_initialized():
-            error = LostRank(
-                f"rank {self.rank} met {names}, which did not come to the process group"
-                f" ({cause or reason}): it crashed, left, stalled or still prepares its data (then"
-                " prepare it beforehand, or raise --rdzv-timeout)"
-                if is_gone
-                else f"rank {self.rank} has met all ranks, but the backend cannot connect them"
-                f" ({reason}): each host must reach each other one on all ports, through the"
-                " interface that GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) names"
+        if dist.is_initialized() and self.lost["is_gone"]:
+            text = f"{who} lost {names} {when}: {cause or UNKNOWN} ({reason})"
+        elif dist.is_initialized():
+            text = f"{who} lost no rank {when}, but {names} is behind: look at its load and"
+            text += f" --timeout ({reason})"
+        elif self.lost["is_gone"]:
+            text = (
+                f"{who} met {names}, which did not come to the process group ({cause or reason}):"
+                " it crashed, left, stalled or still prepares its data (then prepare it"
+                " beforehand, or raise --rdzv-timeout)"
             )
-        elif not is_gone:
-            error = LostRank(
-                f"rank {self.rank} lost no rank {when}, but {names} is behind: look at its load"
-                f" and --timeout ({reason})"
+        else:
+            text = (
+                f"{who} has met all ranks, but the backend cannot connect them ({reason}): each"
+                " host must reach each other one on all ports, through the interface that"
+                " GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) names"
             )
+        error = LostRank(text)
         error.ranks, error.reported_elsewhere = self.lost["ranks"], self.lost["is_told"]
         return error
 

@@ -19,9 +19,7 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 NAMES = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
-    "mpirun": tuple(
-        f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-    ),
+    "mpirun": tuple(f"OMPI_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
 }
 
 
@@ -91,22 +89,11 @@ def read_launch(args: argparse.Namespace, environ: Mapping[str, str] = os.enviro
             f"RANK={rank} is not below WORLD_SIZE={world_size}: ranks count from 0"
             " (rank = node_rank * nproc_per_node + local_rank)"
         )
-    if local_rank is not None and local_rank >= (local_world_size or world_size):
-        raise UsageError(
-            f"LOCAL_RANK={local_rank} is not below LOCAL_WORLD_SIZE"
-            f"={local_world_size or world_size}: it counts within a node, from 0"
-        )
-    return Launch(
-        launcher,
-        rank,
-        world_size,
-        local_rank,
-        local_world_size,
-        address or "127.0.0.1",
-        read_port(environ, job),
-        # The variable alone may be left over in a shell.
-        launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-    )
+    address, port = address or "127.0.0.1", read_port(environ, job)
+    # The variable alone may be left over in a shell.
+    has_store = launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    sizes = (rank, world_size, local_rank, local_world_size)
+    return Launch(launcher, *sizes, address, port, has_store)
 
 
 def _identify(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
@@ -157,6 +144,6 @@ def die_with_parent(launch: Launch) -> None:
     they are to notice a failure and start again, not to stop.
     """
     is_one_node = launch.local_world_size == launch.world_size
+    number = signal.SIGTERM if is_one_node else signal.SIGKILL
     with suppress(OSError, AttributeError):  # Linux alone has it
-        number = signal.SIGTERM if is_one_node else signal.SIGKILL
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

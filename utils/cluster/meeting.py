@@ -253,7 +253,9 @@ def _take_seat(
     """
     store, own, main = meeting.store, meeting.own, meeting.main
     store.add("guests", 1)
-    seated = Member(**json.loads(store.compare_set(f"member/{own.rank}", "", json.dumps(vars(own)))))
+    seated = Member(
+        **json.loads(store.compare_set(f"member/{own.rank}", "", json.dumps(vars(own))))
+    )
     if problem := _find_problem(main, seated, own):
         verdict = store.compare_set("verdict", "", problem).decode()
         # In a job that has begun it is the problem of this rank alone.
@@ -321,7 +323,7 @@ def _fail(meeting: Meeting, text: str) -> NoReturn:
     store.add("read", 1)
     end = time.monotonic() + VERDICT_SECONDS
     # The store ends with rank 0, and all have to read the verdict first.
-    while meeting.own.rank == 0 and time.monotonic() < end:
+    while meeting.main is meeting.own and time.monotonic() < end:
         if store.add("read", 0) >= store.add("guests", 0):
             break
         time.sleep(POLL_SECONDS / 5)
