@@ -69,7 +69,7 @@ def attend(rank: int, size: int, port: int, seconds: float) -> Job:
     """Meet the others as a rank does."""
     host = f"host{rank // RANKS_PER_HOST}"
     own = Member(rank, {"model": "convnet"}, host)
-    job = Job(meet(Address("127.0.0.1", port), own, size, seconds), seconds)
+    job = Job(meet(Address("::1", port), own, size, seconds), seconds)
     job.rendezvous()
     return job
 
@@ -136,7 +136,7 @@ class World:
     def __init__(self, size: int, seconds: float, absent: int | None = None) -> None:
         context = multiprocessing.get_context("fork")
         self.begin, self.lose, self.results = context.Event(), context.Event(), context.Queue()
-        with socket.create_server(("127.0.0.1", 0)) as listener:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as listener:
             port = listener.getsockname()[1]
         lost = size - 2
         shared = [rank for rank in range(1, size) if rank != lost]
