@@ -91,7 +91,7 @@ def _interrupt(children: list[Any]) -> None:
     """Pass a second Ctrl-C on, so that rank 0 can still write what became of the run."""
     _send(children, signal.SIGINT)
     for child in children:
-        child.join(signals.LAST_WORDS_SECONDS)
+        child.join(signals.INTERRUPT_SECONDS)
 
 
 def _send(children: list[Any], number: int) -> None:

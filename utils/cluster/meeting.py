@@ -28,7 +28,7 @@ from utils.cluster.calls import POLL_SECONDS, call_within
 from utils.cluster.places import Address, Spot, own_addresses, probe
 from utils.errors import UsageError, UserError
 
-VERDICT_SECONDS = 2.0  # for a verdict to arrive, and to be read by all
+VERDICT_SECONDS, RANK_SECONDS = 2.0, 0.01  # for a verdict, and more of it for each rank
 COMPLETE = "complete"
 MAX_SHOWN = 8  # ranks that a message lists
 # Rank 0 has three connections of each rank to its store, and the backend's own to each rank. Each
@@ -106,6 +106,11 @@ class Meeting:
     sharing_cores: int = 1
     interface: str = ""
 
+    @property
+    def verdict_seconds(self) -> float:
+        """Seconds for a verdict to arrive, and to be read by all."""
+        return VERDICT_SECONDS + RANK_SECONDS * self.world_size
+
     def name(self, ranks: list[int]) -> str:
         """Return the names of the first ranks, and how many there are besides."""
         first = [_read_member(self.store, rank) for rank in ranks[:MAX_SHOWN]]
@@ -142,7 +147,7 @@ def meet(place: Address, own: Member, world_size: int, seconds: float) -> Meetin
     _raise_descriptor_limit(own.rank, world_size)
     meeting = Meeting(own, world_size, own)
     own.facts = {"WORLD_SIZE": str(world_size)} | own.facts
-    limit, function = seconds + 2 * VERDICT_SECONDS, _join if own.rank else _host
+    limit, function = seconds + 2 * meeting.verdict_seconds, _join if own.rank else _host
     try:
         call_within(limit, function, meeting, place, seconds, check=signals.check)
     except TimeoutError as error:
@@ -272,7 +277,7 @@ def _take_seat(
     except dist.DistStoreError:
         if store.add("judges", 1) > 1:  # another rank finds out for all
             with suppress(dist.DistStoreError):
-                store.wait(["verdict"], timedelta(seconds=VERDICT_SECONDS))
+                store.wait(["verdict"], timedelta(seconds=meeting.verdict_seconds))
         if not store.check(["verdict"]):
             store.compare_set("verdict", "", _describe_missing(meeting, time.monotonic() - begin))
     verdict = store.get("verdict").decode()
@@ -321,7 +326,7 @@ def _fail(meeting: Meeting, text: str) -> NoReturn:
     store, error = meeting.store, RendezvousError(text)
     error.reported_elsewhere = store.add(f"told/{meeting.own.host}", 1) > 1
     store.add("read", 1)
-    end = time.monotonic() + VERDICT_SECONDS
+    end = time.monotonic() + meeting.verdict_seconds
     # The store ends with rank 0, and all have to read the verdict first.
     while meeting.main is meeting.own and time.monotonic() < end:
         if store.add("read", 0) >= store.add("guests", 0):
