@@ -299,7 +299,6 @@ def test_what_cannot_work_is_told_in_one_line(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--rank 2 --world-size 2", "--rank 2 is not below --world-size 2"),
         ("--rank 0", "--rank and --world-size go together"),
         ("--rank 0 --world-size 2 --nprocs 2", "--nprocs numbers its processes itself"),
         ("--init-method tcp://host", "is not env://, tcp://host:port or file:///path"),
