@@ -28,7 +28,7 @@ UNKNOWN = (
     "it crashed, left or stalled; its own output says more"
     " (op.preamble.length: it called another collective, or its model took another branch)"
 )
-PROBE_SECONDS = 2.0  # for rank 0's store to take a message
+PROBE_SECONDS = 2.0  # for rank 0's store to take the cause
 ROLL_SECONDS = 2.0  # in which, since the last answer, a rank that is still there answers
 BUSY_SECONDS = 10.0  # in which one that answers, but still computes, notices that another is lost
 SETTLE_SECONDS = 1.0  # in which those who need rank 0's store ask
@@ -166,8 +166,10 @@ class Job:
         store.append("failed", f"{self.rank}:{step} ")
         store.set("roll_call", "")
         # What is written needs no answer. A question does, and a stopped rank 0 gives none.
-        call_within(PROBE_SECONDS, store.check, ["roll_call"])
-        if call_within(BUSY_SECONDS, store.add, "roll_judges", 1) > 1:  # another one finds out
+        call_within(self.meeting.verdict_seconds, store.check, ["roll_call"])
+        if (
+            call_within(self.meeting.verdict_seconds, store.add, "roll_judges", 1) > 1
+        ):  # another one finds out
             with suppress(dist.DistStoreError):
                 limit = timedelta(seconds=2 * BUSY_SECONDS)
                 call_within(3 * BUSY_SECONDS, store.wait, ["lost"], limit)
