@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -26,12 +25,12 @@ from utils import run
 calls = 0
 
 
-def is_faulty() -> bool:
+def is_faulty():
     """Return whether this is the rank; asked once the ranks have met, and RANK is set."""
     return os.environ["RANK"] == os.environ["FAULT_RANK"]
 
 
-def go_wrong(when: str) -> None:
+def go_wrong(when):
     if not is_faulty() or when != os.environ["FAULT_STEP"]:
         return
     how = os.environ["FAULT"]
@@ -54,7 +53,7 @@ def go_wrong(when: str) -> None:
         torch.nn.functional.cross_entropy = lambda *a, **k: torch.tensor(float("nan"))
 
 
-def step(self: run.Run) -> None:
+def step(self):
     global calls
     calls += 1
     go_wrong(str(calls))
@@ -63,17 +62,17 @@ def step(self: run.Run) -> None:
     end_step(self)
 
 
-def join(*args: Any, **kwargs: Any) -> None:
+def join(*args, **kwargs):
     go_wrong("group")
     init_process_group(*args, **kwargs)
 
 
-def summarise(model: torch.nn.Module) -> str:
+def summarise(model):
     go_wrong("results")
     return weights_sha256(model)
 
 
-end_step, run.Run.end_step = run.Run.end_step, step  # type: ignore[method-assign]
+end_step, run.Run.end_step = run.Run.end_step, step
 init_process_group, torch.distributed.init_process_group = (
     torch.distributed.init_process_group,
     join,
@@ -82,7 +81,7 @@ weights_sha256, run.weights_sha256 = run.weights_sha256, summarise
 build_model, load_dataset = models.build_model, data.load_dataset
 
 
-def build_other(name: str) -> torch.nn.Module:
+def build_other(name):
     model = build_model(name)
     if not is_faulty():
         return model
@@ -91,7 +90,7 @@ def build_other(name: str) -> torch.nn.Module:
     return model.double() if os.environ["FAULT"] == "dtype" else model
 
 
-def load_other(*args: Any) -> tuple[data.ImageSet, data.ImageSet]:
+def load_other(*args):
     go_wrong("data")
     train, test = load_dataset(*args)
     if is_faulty() and os.environ["FAULT"] == "batches":

@@ -1,12 +1,10 @@
 """The synthetic set with few test images, for runs that are compared: to evaluate takes longest."""
 
-from pathlib import Path
-
 from utils.datasets import idx
 from utils.datasets.prepare import prepare
 
 
-def make(folder: Path, count: int, data_dir: Path) -> Path:
+def make(folder, count, data_dir):
     """Make a data folder in ``folder`` with the first ``count`` test images of the whole set."""
     whole = prepare("synthetic", str(data_dir))
     raw = folder / whole.relative_to(data_dir)

@@ -8,9 +8,7 @@ import socket
 import stat
 import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -40,7 +38,7 @@ MPI = {
 
 
 @needs_mpirun
-def test_mpirun(synthetic_dir: Path, tmp_path: Path, expected: str) -> None:  # noqa: F811
+def test_mpirun(synthetic_dir, tmp_path, expected):  # noqa: F811
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
     (ended,) = finish_all(launch(row("mpirun"), flags, tmp_path, **MPI), 90)
     assert ended.returncode == 0, ended.text
@@ -48,7 +46,7 @@ def test_mpirun(synthetic_dir: Path, tmp_path: Path, expected: str) -> None:  # 
 
 
 @needs_mpirun
-def test_mpirun_side_by_side(synthetic_dir: Path, tmp_path: Path, expected: str) -> None:  # noqa: F811
+def test_mpirun_side_by_side(synthetic_dir, tmp_path, expected):  # noqa: F811
     """Two jobs on one host find ports of their own."""
     jobs = [
         launch(
@@ -66,7 +64,7 @@ def test_mpirun_side_by_side(synthetic_dir: Path, tmp_path: Path, expected: str)
 
 
 @needs_mpirun
-def test_one_line_under_mpirun(synthetic_dir: Path, tmp_path: Path) -> None:
+def test_one_line_under_mpirun(synthetic_dir, tmp_path):
     flags = f"--dataset synthetic --data-dir {synthetic_dir} --backend mpi"
     (ended,) = finish_all(launch(row("mpirun"), flags, tmp_path, **MPI), 60)
     assert ended.returncode != 0
@@ -74,7 +72,7 @@ def test_one_line_under_mpirun(synthetic_dir: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def slurm(tmp_path_factory):
     """Start munged, slurmctld and two slurmd out of a temporary folder; yield what finds them.
 
     Each node has two GPUs, which are none: Slurm hands out what its configuration lists.
@@ -173,7 +171,7 @@ PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe
 
 
 @pytest.fixture(autouse=True)
-def no_process_is_left() -> Iterator[None]:
+def no_process_is_left():
     """Leave the daemons alone, which live as long as the module: they look for steps left over."""
     yield
     deadline = time.monotonic() + 10
@@ -187,12 +185,12 @@ def no_process_is_left() -> Iterator[None]:
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_srun(
-    nodes: int,
-    slurm: dict[str, str],
-    synthetic_dir: Path,
-    tmp_path: Path,
-    expected: str,  # noqa: F811
-) -> None:
+    nodes,
+    slurm,
+    synthetic_dir,
+    tmp_path,
+    expected,  # noqa: F811
+):
     shown = row("srun")
     command = replace(shown, command=shown.command.replace("srun", f"srun --nodes {nodes}"))
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
@@ -201,7 +199,7 @@ def test_srun(
     assert summary(tmp_path / "run")["weights_sha256"] == expected
 
 
-def test_srun_with_a_rank_too_few(slurm: dict[str, str], synthetic_dir: Path) -> None:
+def test_srun_with_a_rank_too_few(slurm, synthetic_dir):
     """A variable that contradicts Slurm's: the ranks do not wait for ever."""
     command = "WORLD_SIZE=3 RANK=0 python train_ddp.py --rdzv-timeout 4"
     flags = f"--dataset synthetic --data-dir {synthetic_dir}"
@@ -214,9 +212,7 @@ def test_srun_with_a_rank_too_few(slurm: dict[str, str], synthetic_dir: Path) ->
     ("option", "visible"),
     [("--gpus-per-task=1", ["0", "1", "0", "1"]), ("--gpus-per-node=2", ["0,1"] * 4)],
 )
-def test_the_gpus_that_slurm_shows_a_task(
-    option: str, visible: list[str], slurm: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_gpus_that_slurm_shows_a_task(option, visible, slurm, tmp_path):
     """One each, or all of the node; utils/distributed.py takes both."""
     (tmp_path / "tasks").mkdir()
     probe = tmp_path / "probe.py"
@@ -240,18 +236,18 @@ ONE_NODE = ("--nodes", "1", "--ntasks-per-node", "2", "--cpus-per-task", "1", "-
 TWO_NODES = ("--cpus-per-task", "1", "--output")  # what the script says of itself
 
 
-def sbatch(slurm: dict[str, str], *arguments: str, **extra: str) -> str:
+def sbatch(slurm, *arguments, **extra):
     submitted = run("sbatch", "--parsable", *arguments, **slurm, **extra)
     assert submitted.returncode == 0, submitted.text
     return submitted.stdout.strip()
 
 
-def job_state(slurm: dict[str, str], job: str) -> str:
+def job_state(slurm, job):
     told = run("scontrol", "show", "job", job, **slurm).stdout
     return told.partition("JobState=")[2].split(" ")[0]
 
 
-def wait_for(slurm: dict[str, str], job: str, output: Path, words: str, seconds: float) -> str:
+def wait_for(slurm, job, output, words, seconds):
     deadline = time.monotonic() + seconds
     while not output.exists() or words not in output.read_text():
         text = output.read_text() if output.exists() else "no output yet"
@@ -262,13 +258,13 @@ def wait_for(slurm: dict[str, str], job: str, output: Path, words: str, seconds:
 
 @pytest.mark.parametrize("options", [ONE_NODE, TWO_NODES], ids=["1", "2"])
 def test_sbatch_runs_to_its_end(
-    options: tuple[str, ...],
-    slurm: dict[str, str],
-    synthetic_dir: Path,
-    tmp_path: Path,
-    expected: str,  # noqa: F811
-) -> None:
-    command = row("sbatch").command.split()[1:]
+    options,
+    slurm,
+    synthetic_dir,
+    tmp_path,
+    expected,  # noqa: F811
+):
+    command = row("sbatch").command.split()[-1:]  # the sizes are this test's
     flags = f"{SHORT} --data-dir {synthetic_dir}".replace(" --no-progress", "").split()
     output, run_dir = tmp_path / "out", tmp_path / "run"
     job = sbatch(slurm, *options, str(output), *command, *flags, RUN_DIR=str(run_dir))
@@ -278,9 +274,7 @@ def test_sbatch_runs_to_its_end(
 
 
 @pytest.mark.parametrize("cause", ["time limit", "requeue"])
-def test_sbatch_goes_on_after(
-    cause: str, slurm: dict[str, str], synthetic_dir: Path, tmp_path: Path
-) -> None:
+def test_sbatch_goes_on_after(cause, slurm, synthetic_dir, tmp_path):
     """At the time limit the job saves and queues itself again; preempted, Slurm queues it."""
     flags = (
         f"--dataset synthetic --data-dir {synthetic_dir} --model linear --epochs 100000"

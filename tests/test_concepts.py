@@ -3,7 +3,6 @@
 import re
 import sys
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -28,36 +27,36 @@ CONCEPTS = ROOT / "docs" / "concepts.md"
 MIB = 2**20
 
 
-def layers(count: int, width: int) -> nn.Sequential:
+def layers(count, width):
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
 
 
-def buckets(model: nn.Module, **options: Any) -> list[Tensor]:
+def buckets(model, **options):
     """Make two steps with Adam; return the buckets of the second backward."""
     wrapped, sent = DistributedDataParallel(model, **options), list[Tensor]()
 
-    def send(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def send(state, bucket):
         sent.append(bucket.buffer())
-        return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+        return allreduce_hook(dist.group.WORLD, bucket)
 
     wrapped.register_comm_hook(None, send)
     optimizer = torch.optim.Adam(model.parameters())
     for _ in range(2):
         sent.clear()
         optimizer.zero_grad()
-        wrapped(torch.ones(1, model[0].in_features)).sum().backward()  # type: ignore[index]
+        wrapped(torch.ones(1, model[0].in_features)).sum().backward()
         optimizer.step()
     return sent
 
 
-def sizes(rank: int, world_size: int) -> list[str]:
+def sizes(rank, world_size):
     """Return the sizes of a hundred layers' buckets, by default and while searching."""
-    options: tuple[dict[str, bool], ...] = ({}, {"find_unused_parameters": True})
+    options = ({}, {"find_unused_parameters": True})
     found = [buckets(layers(100, 300), **option) for option in options]
     return [f"{bucket.nbytes / MIB:.2f}" for sent in found for bucket in sent]
 
 
-def frozen(rank: int, world_size: int, masks: tuple[str, str]) -> None:
+def frozen(rank, world_size, masks):
     """Wrap two layers, of which a rank freezes those with a 0 in its mask."""
     model = layers(2, 4)
     for layer, trained in zip(model, masks[rank], strict=True):
@@ -65,24 +64,24 @@ def frozen(rank: int, world_size: int, masks: tuple[str, str]) -> None:
     DistributedDataParallel(model)
 
 
-def late(rank: int, world_size: int) -> list[str]:
+def late(rank, world_size):
     """Return what happens in a backward whose first bucket is ready last."""
     model, events = layers(3, 600), list[str]()
     order = [0, 1, 2]
 
     class Ordered(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.model = model
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             for number in order:
                 x = model[number](x)
             return x
 
-    def send(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def send(state, bucket):
         events.append(f"send {bucket.index()}")
-        return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+        return allreduce_hook(dist.group.WORLD, bucket)
 
     wrapped = DistributedDataParallel(Ordered())
     wrapped.register_comm_hook(None, send)
@@ -95,7 +94,7 @@ def late(rank: int, world_size: int) -> list[str]:
     return events
 
 
-def memory(rank: int, world_size: int) -> list[float]:
+def memory(rank, world_size):
     """Return the bytes of a parameter: DDP, DDP with views, FSDP."""
     found = []
     for view in (False, True):
@@ -112,14 +111,14 @@ def memory(rank: int, world_size: int) -> list[float]:
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 256)).sum().backward()
     optimizer.step()
-    own: list[Any] = []
+    own = []
     for parameter in model.parameters():
         state = optimizer.state[parameter]
         own += [parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]]
     return [*found, sum(t.to_local().nbytes for t in own) / (4 * 256 * 256)]
 
 
-def overflow(rank: int, world_size: int) -> list[tuple[float, bool, float]]:
+def overflow(rank, world_size):
     """Return the norm, whether the step was made, and the scale; rank 1 overflows at step 1."""
     torch.manual_seed(0)
     wrapped = DistributedDataParallel(raw_model := nn.Linear(4, 1))
@@ -139,27 +138,27 @@ def overflow(rank: int, world_size: int) -> list[tuple[float, bool, float]]:
     return found
 
 
-def test_buckets_have_the_sizes_that_are_given() -> None:
+def test_buckets_have_the_sizes_that_are_given():
     told = re.findall(r"\d+\.\d\d", section(CONCEPTS, "Backward").text)
     assert run_ranks(sizes, 2)[0].value == told[1:]  # behind the size of a layer
 
 
-def test_a_late_gradient_holds_back_the_buckets_behind() -> None:
+def test_a_late_gradient_holds_back_the_buckets_behind():
     assert run_ranks(late, 2)[0].value == ["0", "1", "2", "send 0", "send 1"]
 
 
 @pytest.mark.parametrize(("masks", "raises"), [(("11", "01"), True), (("10", "01"), False)])
-def test_another_number_of_frozen_parameters_raises(masks: tuple[str, str], raises: bool) -> None:
+def test_another_number_of_frozen_parameters_raises(masks, raises):
     errors = [outcome.error for outcome in run_ranks(frozen, 2, masks)]
     assert all("DDP expects same model across all ranks" in error for error in errors) == raises
     assert any(errors) == raises
 
 
-def test_a_parameter_takes_the_bytes_that_are_given() -> None:
+def test_a_parameter_takes_the_bytes_that_are_given():
     assert run_ranks(memory, 2)[0].value == [20, 16, 8]
 
 
-def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
+def test_an_overflow_on_one_rank_skips_the_step_on_all():
     first, second = (outcome.value for outcome in run_ranks(overflow, 2))
     assert first == second
     assert [made for _, made, _ in first] == [True, False, True]
@@ -168,19 +167,19 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
 class Twice(nn.Module):
     """Two layers; the second runs twice, each time in a checkpoint."""
 
-    def __init__(self, reentrant: bool) -> None:
+    def __init__(self, reentrant):
         super().__init__()
         self.first, self.second, self.reentrant = nn.Linear(4, 4), nn.Linear(4, 4), reentrant
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.first(x)
         for _ in range(2):
             x = checkpoint(self.second, x, use_reentrant=self.reentrant)
         return x
 
 
-def backward_twice(rank: int, world_size: int, reentrant: bool, options: dict[str, bool]) -> None:
-    model = DistributedDataParallel(Twice(reentrant), **options)  # type: ignore[arg-type]
+def backward_twice(rank, world_size, reentrant, options):
+    model = DistributedDataParallel(Twice(reentrant), **options)
     for _ in range(2):
         model(torch.ones(2, 4)).sum().backward()
 
@@ -189,17 +188,15 @@ def backward_twice(rank: int, world_size: int, reentrant: bool, options: dict[st
     ("reentrant", "options", "raises"),
     [(True, {}, True), (False, {}, False), (True, {"static_graph": True}, False)],
 )
-def test_a_gradient_that_comes_twice_raises(
-    reentrant: bool, options: dict[str, bool], raises: bool
-) -> None:
+def test_a_gradient_that_comes_twice_raises(reentrant, options, raises):
     (outcome,) = run_ranks(backward_twice, 1, reentrant, options)
     assert bool(outcome.error) == raises
     assert ("mark a variable ready only once" in outcome.error) == raises
 
 
-def test_an_iterable_data_set_takes_no_sampler_and_each_worker_reads_all() -> None:
+def test_an_iterable_data_set_takes_no_sampler_and_each_worker_reads_all():
     class Eight(IterableDataset):
-        def __iter__(self) -> Any:
+        def __iter__(self):
             return iter(range(8))
 
     with pytest.raises(ValueError, match="expected unspecified sampler option"):
@@ -209,17 +206,17 @@ def test_an_iterable_data_set_takes_no_sampler_and_each_worker_reads_all() -> No
     assert all(read.count(sample) == 4 for sample in range(8))
 
 
-def test_buffers_are_sent_by_the_constructor_unless_the_old_flag_is_off() -> None:
+def test_buffers_are_sent_by_the_constructor_unless_the_old_flag_is_off():
     """``broadcast_buffers=False`` leaves out the first broadcast as well; the new flag does not."""
     for flag, kept in (("broadcast_buffers", [1.0, 2.0]), ("forward_sync_buffers", [1.0, 1.0])):
         assert [outcome.value for outcome in run_ranks(mean_of_rank, 2, flag)] == kept
 
 
-def mean_of_rank(rank: int, world_size: int, flag: str) -> float:
+def mean_of_rank(rank, world_size, flag):
     """Wrap a layer whose running mean is rank + 1; return it afterwards."""
     warnings.simplefilter("ignore")  # the old flag is deprecated
     layer = nn.BatchNorm1d(1)
     assert layer.running_mean is not None
     layer.running_mean.fill_(rank + 1)
-    DistributedDataParallel(layer, **{flag: False})  # type: ignore[arg-type]
+    DistributedDataParallel(layer, **{flag: False})
     return layer.running_mean.item()

@@ -12,16 +12,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 import data
@@ -40,7 +36,7 @@ LEVELS = torch.arange(256) / 255
 
 
 @pytest.fixture
-def raw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def raw(tmp_path, monkeypatch):
     """Raw files in the place of Fashion-MNIST's, with their checksums and no mirror."""
     (tmp_path / FOLDER).mkdir(parents=True)
     for name in sources.RAW_FILES:
@@ -55,18 +51,18 @@ def raw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / FOLDER
 
 
-def load(raw: Path) -> tuple[data.ImageSet, data.ImageSet]:
+def load(raw):
     return data.load_dataset("fashion-mnist", str(raw.parent.parent))
 
 
-def change(path: Path, position: int) -> None:
+def change(path, position):
     content = bytearray(path.read_bytes())
     content[position] ^= 1
     path.write_bytes(content)
 
 
 @pytest.mark.parametrize("name", ["train-images-idx3-ubyte", "t10k-labels-idx1-ubyte"])
-def test_a_damaged_raw_file_is_refused(name: str, raw: Path) -> None:
+def test_a_damaged_raw_file_is_refused(name, raw):
     """Another shape, another value, truncated, empty."""
     for damage in (7, 30, -40, 0):
         change(raw / name, damage) if damage > 0 else os.truncate(raw / name, -damage)
@@ -74,19 +70,19 @@ def test_a_damaged_raw_file_is_refused(name: str, raw: Path) -> None:
             load(raw)
 
 
-def test_a_complete_folder_is_only_read(raw: Path) -> None:
+def test_a_complete_folder_is_only_read(raw):
     assert load(raw)[1].labels.tolist() == DIGITS
     assert sorted(p.name for p in raw.parent.rglob("*")) == sorted(("raw", *sources.RAW_FILES))
 
 
-def one_line(result: Any) -> str:
+def one_line(result):
     assert result.returncode == 2, result.text
     assert len(result.stderr.splitlines()) == 1, result.stderr
     return result.stderr
 
 
 @pytest.mark.slow
-def test_a_folder_that_cannot_be_written_ends_in_one_line(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_ends_in_one_line(tmp_path):
     """A limit on the size of files stands in for a full disk; nothing half-written is left."""
     limited = ["bash", "-c", 'ulimit -f 1000; exec "$@"', "-", *PREPARE, "synthetic"]
     assert "(File too large): pass" in one_line(run(*limited, "--data-dir", tmp_path))
@@ -95,19 +91,19 @@ def test_a_folder_that_cannot_be_written_ends_in_one_line(tmp_path: Path) -> Non
     assert ".lock/Synthetic/raw (Not a directory): pass another --data-dir" in line
 
 
-def fork(function: Callable[[], object]) -> Any:
+def fork(function):
     """Start a process that does one thing as a script would: with stop signals, and one line."""
 
-    def script_like() -> None:
+    def script_like():
         signals.install_handlers()
-        sys.exit(guard(lambda: [function(), 0][1]))  # type: ignore[arg-type, return-value]
+        sys.exit(guard(lambda: [function(), 0][1]))
 
-    process: Any = multiprocessing.get_context("fork").Process(target=script_like)
+    process = multiprocessing.get_context("fork").Process(target=script_like)
     process.start()
     return process
 
 
-def stop(process: Any) -> int | None:
+def stop(process):
     """Send SIGTERM and return the exit status, or None if it is still there after 20 seconds."""
     os.kill(process.pid, signal.SIGTERM)
     process.join(20)
@@ -116,9 +112,7 @@ def stop(process: Any) -> int | None:
     return status
 
 
-def test_waiting_for_the_data_is_bounded_names_for_whom_and_hears_a_stop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_for_the_data_is_bounded_names_for_whom_and_hears_a_stop(tmp_path, monkeypatch):
     (tmp_path / "Synthetic").mkdir()
     lock = tmp_path / "Synthetic" / ".lock"
     holder = fork(lambda: [FileLock(lock).__enter__(), time.sleep(60)])
@@ -136,7 +130,7 @@ def test_waiting_for_the_data_is_bounded_names_for_whom_and_hears_a_stop(
     assert ended.stderr == "train_single.py: error: stopped by SIGTERM while waiting\n"
 
 
-def test_offline_the_start_ends_soon_with_one_line(tmp_path: Path) -> None:
+def test_offline_the_start_ends_soon_with_one_line(tmp_path):
     """A proxy on a closed port stands in for a machine without a network."""
     dead = "http://127.0.0.1:9"
     flags = ["--data-dir", tmp_path / "data", "--run-dir", tmp_path / "run"]
@@ -153,9 +147,9 @@ class Mirror(http.server.SimpleHTTPRequestHandler):
 
     fetched: list[str]
 
-    def log_message(self, *args: object) -> None: ...
+    def log_message(self, *args): ...
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self.fetched.append(self.path)
         if not self.path.startswith("/slow/"):
             return super().do_GET()
@@ -169,7 +163,7 @@ class Mirror(http.server.SimpleHTTPRequestHandler):
 
 
 @pytest.fixture
-def mirror(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def mirror(raw, tmp_path, monkeypatch):
     """Return what chooses among good, bad and slow mirrors; no file is left in ``raw``."""
     for folder in ("good", "bad", "slow"):
         (tmp_path / folder).mkdir()
@@ -185,7 +179,7 @@ def mirror(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     )
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
-    def use(*folders: str) -> None:
+    def use(*folders):
         mirrors = tuple(f"http://127.0.0.1:{server.server_port}/{folder}/" for folder in folders)
         source = sources.SOURCES["fashion-mnist"]._replace(mirrors=mirrors)
         monkeypatch.setitem(sources.SOURCES, "fashion-mnist", source)
@@ -195,7 +189,7 @@ def mirror(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     server.server_close()
 
 
-def test_mirrors_without_good_files_are_named(mirror: Any, raw: Path, monkeypatch: Any) -> None:
+def test_mirrors_without_good_files_are_named(mirror, raw, monkeypatch):
     """One answers with an error page, one with corrupt files, one with a byte now and then."""
     monkeypatch.setattr(fetch, "DOWNLOAD_TIMEOUT", 1.0)
     mirror("nothing", "bad", "slow")
@@ -207,14 +201,14 @@ def test_mirrors_without_good_files_are_named(mirror: Any, raw: Path, monkeypatc
     assert load(raw)[1].labels.tolist() == DIGITS
 
 
-def test_of_processes_that_race_one_downloads(mirror: Any, raw: Path) -> None:
+def test_of_processes_that_race_one_downloads(mirror, raw):
     mirror("nothing", "bad", "good")
     processes = [fork(lambda: load(raw)) for _ in range(8)]
     assert [process.join(60) or process.exitcode for process in processes] == [0] * 8
     assert sum(path.startswith("/good/") for path in Mirror.fetched) == len(sources.RAW_FILES)
 
 
-def test_a_download_hears_a_stop(mirror: Any, raw: Path) -> None:
+def test_a_download_hears_a_stop(mirror, raw):
     mirror("slow")
     process = fork(lambda: load(raw))
     while not Mirror.fetched and process.is_alive():
@@ -224,7 +218,7 @@ def test_a_download_hears_a_stop(mirror: Any, raw: Path) -> None:
 
 @pytest.mark.usefixtures("synthetic_dir")
 @pytest.mark.parametrize("name", ["mnist", "synthetic"])
-def test_the_whole_sets(name: str, request: pytest.FixtureRequest) -> None:
+def test_the_whole_sets(name, request):
     """The real one where there is one, against its checksums also as one does it by hand."""
     folder = request.getfixturevalue(f"{name}_dir")
     sets = data.load_dataset(name, str(folder))
@@ -241,17 +235,17 @@ def test_the_whole_sets(name: str, request: pytest.FixtureRequest) -> None:
         assert finish(start(*command, cwd=folder), 60).returncode == 0
 
 
-def test_synthetic_digits_are_the_same_everywhere() -> None:
+def test_synthetic_digits_are_the_same_everywhere():
     digest = hashlib.sha256(draw_digits(1000, seed=0)[0].numpy().tobytes()).hexdigest()
     assert digest == "77546c4c0333d5a5618063d2c0ed223809d0aa1ce60a9057c3aa9d7b68568f81"
 
 
 class Set(data.ImageSet):
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         super().__init__(torch.zeros(count, 1, 1, dtype=torch.uint8), torch.arange(count))
 
 
-def seen(count: int, size: int, world: int, start: int = 0, epoch: int = 0) -> list[list[int]]:
+def seen(count, size, world, start=0, epoch=0):
     """Return the global batches of an epoch, put together from all ranks' loaders."""
     dataset, per_rank = Set(count), []
     for rank in range(world):
@@ -270,9 +264,7 @@ def seen(count: int, size: int, world: int, start: int = 0, epoch: int = 0) -> l
     size=st.integers(1, 4),
     steps=st.integers(0, 3),
 )
-def test_another_world_size_goes_on_without_skip_or_repeat(
-    count: int, worlds: tuple[int, int], size: int, steps: int
-) -> None:
+def test_another_world_size_goes_on_without_skip_or_repeat(count, worlds, size, steps):
     before = seen(count, size, worlds[0])[:steps]
     after = seen(count, size, worlds[1], sum(map(len, before)))
     indices = list(itertools.chain(*before, *after))
@@ -281,14 +273,14 @@ def test_another_world_size_goes_on_without_skip_or_repeat(
     assert count - len(indices) < size * worlds[1], "more dropped than the tail"
 
 
-def test_global_batches_depend_on_the_epoch_but_not_on_the_world_size() -> None:
+def test_global_batches_depend_on_the_epoch_but_not_on_the_world_size():
     for world in (2, 3, 6):
         assert seen(97, 12 // world, world) == seen(97, 12, 1) != seen(97, 12, 1, epoch=1)
     with pytest.raises(data.DataError, match="larger than the training set"):
         data.EpochSampler(Set(5), 6)
 
 
-def test_loader_workers_and_a_resident_set_give_the_same_batches() -> None:
+def test_loader_workers_and_a_resident_set_give_the_same_batches():
     dataset = Set(50)
     plain = [labels.tolist() for labels in dataset.labels.split(7)]
     for each, workers in ((dataset, 2), (dataset, 0), (dataset.to(CPU), 0)):
@@ -299,7 +291,7 @@ def test_loader_workers_and_a_resident_set_give_the_same_batches() -> None:
 
 
 @pytest.mark.slow
-def test_a_small_dev_shm_ends_in_one_line(synthetic_dir: Path, tmp_path: Path) -> None:
+def test_a_small_dev_shm_ends_in_one_line(synthetic_dir, tmp_path):
     """A container's: too small for an evaluation, or only for the batches of the training."""
     for size, batch in (("64k", 96), ("2m", 2000)):
         mount = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"'
@@ -315,12 +307,12 @@ def test_a_small_dev_shm_ends_in_one_line(synthetic_dir: Path, tmp_path: Path) -
 
 
 class Slow(Set):
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+    def __getitems__(self, indices):
         time.sleep(indices[0])
         return super().__getitems__(indices)
 
 
-def test_a_batch_may_take_long_but_hears_a_stop(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_batch_may_take_long_but_hears_a_stop(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "BATCH_TIMEOUT", 0.5)
     loader = DataLoader(Slow(99), 1, sampler=[0, 2, 60], **data.loader_options(Set(99), 1, CPU))
     process = fork(lambda: [(tmp_path / str(int(y))).touch() for _, y in data.batches(loader)])
@@ -329,7 +321,7 @@ def test_a_batch_may_take_long_but_hears_a_stop(tmp_path: Path, monkeypatch: Any
     assert stop(process) == 143
 
 
-def test_a_fingerprint_covers_what_ranks_may_differ_in() -> None:
+def test_a_fingerprint_covers_what_ranks_may_differ_in():
     images = torch.arange(2000).remainder(256).byte().view(-1, 1, 1).expand(-1, 4, 4)
     labels = torch.arange(2000) % 10
     others = [
@@ -343,7 +335,7 @@ def test_a_fingerprint_covers_what_ranks_may_differ_in() -> None:
     assert len({data.fingerprint(data.ImageSet(*other)) for other in others}) == 6
 
 
-def test_transform_normalises_each_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transform_normalises_each_channel(monkeypatch):
     mean, std = (0.5, 0.25, 0.1), (0.2, 0.3, 0.4)
     images, labels = torch.randint(256, (8, 3, 32, 40), dtype=torch.uint8), torch.rand(8)
     monkeypatch.setitem(sources.SOURCES, "mine", sources.Source("Mine", mean, std))
@@ -359,7 +351,7 @@ def test_transform_normalises_each_channel(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (1, 4, 6), (3, 4, 6)])
-def test_random_shift_is_a_crop_of_the_padded_image(shape: tuple[int, ...]) -> None:
+def test_random_shift_is_a_crop_of_the_padded_image(shape):
     for seed, count in enumerate((40, 40, 7)):
         images = torch.randint(256, (count, *shape), dtype=torch.uint8)
         torch.manual_seed(seed)
@@ -374,10 +366,10 @@ def test_random_shift_is_a_crop_of_the_padded_image(shape: tuple[int, ...]) -> N
             assert torch.equal(data.RandomShift(2)(last), moved)
 
 
-def test_own_data_of_another_kind_is_refused() -> None:
+def test_own_data_of_another_kind_is_refused():
     """Floats of 0 to 1 would train, and learn nothing: they are divided by 255 once more."""
     images, labels = torch.zeros(3, 28, 28).byte(), torch.zeros(3).long()
-    cases: dict[str, tuple[Any, Any]] = {
+    cases = {
         "images are torch.float32 [3, 28, 28]": (images.float(), labels),
         "be torch.uint8 [N, H, W] or [N, C, H, W]": (images.flatten(1), labels),
         "images.permute(0, 3, 1, 2)": (images.view(3, 14, 28, 2), labels),
@@ -391,7 +383,7 @@ def test_own_data_of_another_kind_is_refused() -> None:
             data.ImageSet(*case)
 
 
-def test_a_model_that_does_not_fit_the_data_is_one_line(tmp_path: Path) -> None:
+def test_a_model_that_does_not_fit_the_data_is_one_line(tmp_path):
     cases = {"grey20": "has the class 19, and --model", "colour100": "--model cannot take the"}
     for own, words in cases.items():
         flags = f"train_single.py --model convnet --dataset mine --run-dir {tmp_path}/run"

@@ -10,7 +10,7 @@ from tests.sources import ROOT, code_lines
 LIMITS = {"dp": (6, 10), "ddp": (12, 42)}  # code lines removed, added
 
 
-def hunks(technique: str) -> tuple[list[list[str]], list[list[tuple[int, str]]]]:
+def hunks(technique):
     """Return the removed and the added code lines of each hunk against train_single.py."""
     old = code_lines((ROOT / "train_single.py").read_text())
     new = code_lines((ROOT / f"train_{technique}.py").read_text())
@@ -24,7 +24,7 @@ def hunks(technique: str) -> tuple[list[list[str]], list[list[tuple[int, str]]]]
 
 
 @pytest.mark.parametrize("technique", LIMITS)
-def test_a_technique_adds_few_lines(technique: str) -> None:
+def test_a_technique_adds_few_lines(technique):
     removed, added = hunks(technique)
     counts = sum(map(len, removed)), sum(map(len, added))
     assert removed, "the scripts do not differ: is this test comparing the right files?"
@@ -33,7 +33,7 @@ def test_a_technique_adds_few_lines(technique: str) -> None:
 
 
 @pytest.mark.parametrize("technique", LIMITS)
-def test_every_hunk_says_why(technique: str) -> None:
+def test_every_hunk_says_why(technique):
     lines = (ROOT / f"train_{technique}.py").read_text().splitlines()
     marker = f"# {technique.upper()}: "
     for removed, added in zip(*hunks(technique), strict=True):
@@ -47,14 +47,14 @@ def test_every_hunk_says_why(technique: str) -> None:
 
 
 @pytest.mark.parametrize("technique", LIMITS)
-def test_no_comment_of_the_baseline_is_lost(technique: str) -> None:
+def test_no_comment_of_the_baseline_is_lost(technique):
     text = (ROOT / f"train_{technique}.py").read_text()
     for line in (ROOT / "train_single.py").read_text().splitlines():
         if line.strip().startswith("#"):
             assert line in text
 
 
-def test_the_baseline_knows_nothing_of_the_others() -> None:
+def test_the_baseline_knows_nothing_of_the_others():
     assert "# D" not in (ROOT / "train_single.py").read_text()
 
 

@@ -3,13 +3,11 @@
 import json
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from tests.processes import ROOT, Finished, run
-from tests.test_scripts import flags
+from tests.processes import ROOT, flags, run
 from utils.cluster.failures import Job, LostRank
 from utils.cluster.meeting import Meeting, Member
 from utils.errors import UsageError
@@ -21,12 +19,10 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 END = 45  # torchrun waits half a minute for a stopped rank, and the machine is busy
 
 
-def fail(
-    how: str, when: object, rank: int, processes: int, folder: Path, *words: object, **extra: str
-) -> tuple[Finished, float]:
+def fail(how, when, rank, processes, folder, *words, **extra):
     """Let one rank go wrong; return what came of it, and after how many seconds."""
     flag, faulty = folder / "flag", ROOT / "tests" / "faulty.py"
-    command: list[object] = [*TORCHRUN, "--nproc_per_node", processes, faulty, *words]
+    command = [*TORCHRUN, "--nproc_per_node", processes, faulty, *words]
     if "--nprocs" in words:
         command = [faulty, *words]
     variables = {"FAULT": how, "FAULT_RANK": str(rank), "FAULT_STEP": str(when)} | extra
@@ -36,7 +32,7 @@ def fail(
     return ended, time.time() - flag.stat().st_mtime
 
 
-def in_training(data_dir: Path, folder: Path) -> list[object]:
+def in_training(data_dir, folder):
     extra = ["--model", "mlp", "--max-steps", 400, "--save-every-steps", 2, "--timeout", TIMEOUT]
     return flags(data_dir, folder / "run", *extra)
 
@@ -53,9 +49,7 @@ def in_training(data_dir: Path, folder: Path) -> list[object]:
         pytest.param("nan", 1, 2, "the loss is nan at step 8 on rank 1", marks=SLOW),
     ],
 )
-def test_the_rank_that_failed_is_named(
-    how: str, rank: int, processes: int, message: str, synthetic_dir: Path, tmp_path: Path
-) -> None:
+def test_the_rank_that_failed_is_named(how, rank, processes, message, synthetic_dir, tmp_path):
     words = in_training(synthetic_dir, tmp_path)
     ended, seconds = fail(how, 7, rank, processes, tmp_path, *words)
     assert message in ended.text, ended.text
@@ -72,7 +66,7 @@ def test_the_rank_that_failed_is_named(
 
 @WAITS
 @pytest.mark.parametrize("how", ["kill", pytest.param("stall", marks=SLOW)])
-def test_without_a_launcher_too(how: str, synthetic_dir: Path, tmp_path: Path) -> None:
+def test_without_a_launcher_too(how, synthetic_dir, tmp_path):
     words = [*in_training(synthetic_dir, tmp_path), "--nprocs", 2]
     ended, seconds = fail(how, 7, 1, 2, tmp_path, *words)
     lines = [line for line in ended.stderr.splitlines() if "error" in line]
@@ -90,9 +84,7 @@ def test_without_a_launcher_too(how: str, synthetic_dir: Path, tmp_path: Path) -
         pytest.param("batches", "rank 1 has ", marks=SLOW),
     ],
 )
-def test_ranks_that_differ_are_named_before_the_first_step(
-    how: str, message: str, synthetic_dir: Path, tmp_path: Path
-) -> None:
+def test_ranks_that_differ_are_named_before_the_first_step(how, message, synthetic_dir, tmp_path):
     """Otherwise the first would hang in its last batch; the others compute nonsense or crash."""
     words = flags(synthetic_dir, tmp_path / "run", "--model", "mlp", "--nprocs", 2)
     (tmp_path / "flag").touch()
@@ -109,7 +101,7 @@ def test_ranks_that_differ_are_named_before_the_first_step(
 
 
 @pytest.mark.slow
-def test_a_collective_of_one_rank_cannot_corrupt_a_sum(synthetic_dir: Path, tmp_path: Path) -> None:
+def test_a_collective_of_one_rank_cannot_corrupt_a_sum(synthetic_dir, tmp_path):
     """gloo pairs calls by their order alone, and adds up what does not belong together."""
     words = in_training(synthetic_dir, tmp_path)
     ended, _ = fail("collective", 7, 1, 2, tmp_path, *words)
@@ -142,9 +134,7 @@ else:
     ("call", "size", "dtype"),
     [("metrics.sum_over_ranks()", 4, "float64"), ("agreed(0); agreed(0)", 3, "int64")],
 )
-def test_calls_of_the_same_size_are_told_apart(
-    call: str, size: int, dtype: str, tmp_path: Path
-) -> None:
+def test_calls_of_the_same_size_are_told_apart(call, size, dtype, tmp_path):
     text = OUT_OF_STEP.format(call=call, size=size, dtype=dtype, root=str(ROOT))
     (tmp_path / "out_of_step.py").write_text(text)
     result = run(sys.executable, *TORCHRUN, "--nproc_per_node", 2, tmp_path / "out_of_step.py")
@@ -164,8 +154,8 @@ def test_calls_of_the_same_size_are_told_apart(
     ],
 )
 def test_who_does_not_come_to_the_process_group_is_named(
-    how: str, when: str, rank: int, processes: int, synthetic_dir: Path, tmp_path: Path
-) -> None:
+    how, when, rank, processes, synthetic_dir, tmp_path
+):
     """Rank 0's store is that of the group: while it is stopped PyTorch waits without a limit."""
     words = flags(synthetic_dir, tmp_path / "run", "--model", "linear", "--rdzv-timeout", 6)
     ended, seconds = fail(how, when, rank, processes, tmp_path, *words)
@@ -178,7 +168,7 @@ def test_who_does_not_come_to_the_process_group_is_named(
 
 @WAITS
 @pytest.mark.parametrize("how", ["stall", pytest.param("kill", marks=SLOW)])
-def test_rank_0_does_not_write_the_results(how: str, synthetic_dir: Path, tmp_path: Path) -> None:
+def test_rank_0_does_not_write_the_results(how, synthetic_dir, tmp_path):
     """The others have nothing left to do, and nobody else would notice."""
     extra = ["--model", "linear", "--max-steps", 20, "--timeout", TIMEOUT]
     words = flags(synthetic_dir, tmp_path / "run", *extra)
@@ -188,12 +178,12 @@ def test_rank_0_does_not_write_the_results(how: str, synthetic_dir: Path, tmp_pa
     assert seconds < TIMEOUT + END
 
 
-def a_job() -> Job:
+def a_job():
     own = Member(1)
     return Job(Meeting(own, 2, Member(0)), 1.0)
 
 
-def test_what_nccl_says_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nccl_says_is_recognised(monkeypatch):
     """NCCL's errors may be plain RuntimeErrors. Its own line about shared GPUs gets an advice."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     lost = a_job().explain(RuntimeError("NCCL communicator was aborted on rank 1."), 3)
@@ -207,7 +197,7 @@ def test_what_nccl_says_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "rank 1 and rank 0 both on CUDA device 6000): start one process for each" in str(shared)
 
 
-def test_an_error_is_explained_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_is_explained_once(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     job = a_job()
     once = job.explain(RuntimeError("Application timeout caused pair closure"), 87)

@@ -6,15 +6,12 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.processes import (
     ROOT,
-    Finished,
     command,
     environment,
     finish,
@@ -42,7 +39,7 @@ pytestmark = [
 ]
 
 
-def sh(*command: Any) -> None:
+def sh(*command):
     subprocess.run([str(part) for part in command], check=True, capture_output=True)
 
 
@@ -57,14 +54,14 @@ class Hosts:
             many a Debian.
     """
 
-    def __init__(self, count: int, resolve: bool = True) -> None:
+    def __init__(self, count, resolve=True):
         prefix = f"mnist{os.getpid()}"
         self.router = f"{prefix}r"
         self.names = [f"{prefix}n{node}" for node in range(count)]
         self.addresses = [f"10.77.{node}.2" for node in range(count)]
         self.resolve = resolve
 
-    def __enter__(self) -> "Hosts":
+    def __enter__(self):
         try:
             sh("ip", "netns", "add", self.router)
             forward = "echo 1 > /proc/sys/net/ipv4/ip_forward"
@@ -88,7 +85,7 @@ class Hosts:
             raise
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *exception):
         for name in (*self.names, self.router):
             listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
             for pid in listed.stdout.split():  # nobody else is in a namespace of ours
@@ -96,14 +93,14 @@ class Hosts:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
             shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
 
-    def hosts_file(self, own: int) -> str:
+    def hosts_file(self, own):
         lines = ["127.0.0.1 localhost"]
         for node, address in enumerate(self.addresses):
             own_name = node == own and not self.resolve
             lines.append(f"{'127.0.1.1' if own_name else address} node{node}")
         return "\n".join(lines) + "\n"
 
-    def start(self, node: int, command: str, **variables: str) -> subprocess.Popen[str]:
+    def start(self, node, command, **variables):
         """Start a shell command on a host, with the variables of the launch table."""
         known = {"HOST0": self.addresses[0], "PORT": "29500", "NODE": str(node)}
         inside = f"hostname node{node}; exec bash -c '{command}'"
@@ -118,20 +115,20 @@ class Hosts:
             start_new_session=True,
         )
 
-    def launch(self, row: Row, flags: str, shared: Path) -> list[subprocess.Popen[str]]:
+    def launch(self, row, flags, shared):
         """Start a row's command on every host."""
         hosts = range(len(self.names))
         return [self.start(n, f"{row.command} {flags}", SHARED=str(shared)) for n in hosts]
 
-    def cut_off(self, node: int) -> None:
+    def cut_off(self, node):
         sh("ip", "-n", self.names[node], "link", "set", "eth0", "down")
 
 
 @pytest.fixture
-def hosts() -> Iterator[Callable[..., Hosts]]:
-    built: list[Hosts] = []
+def hosts():
+    built = []
 
-    def build(count: int, resolve: bool = True) -> Hosts:
+    def build(count, resolve=True):
         built.append(Hosts(count, resolve).__enter__())
         return built[0]
 
@@ -141,11 +138,11 @@ def hosts() -> Iterator[Callable[..., Hosts]]:
 
 
 @pytest.fixture(scope="module")
-def expected(synthetic_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
+def expected(synthetic_dir, tmp_path_factory):
     """The weights that so many processes reach on one host."""
-    known: dict[int, str] = {}
+    known = {}
 
-    def of(world_size: int) -> str:
+    def of(world_size):
         if world_size not in known:
             folder = tmp_path_factory.mktemp("expected")
             local = Row("spawn", f"python train_ddp.py --nprocs {world_size}")
@@ -158,7 +155,7 @@ def expected(synthetic_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> C
     return of
 
 
-def check(ended: list[Finished], run_dir: Path, weights: str) -> None:
+def check(ended, run_dir, weights):
     for one in ended:
         assert one.returncode == 0, one.text
     assert summary(run_dir)["weights_sha256"] == weights
@@ -174,13 +171,7 @@ def check(ended: list[Finished], run_dir: Path, weights: str) -> None:
         "--init-method file://",
     ],
 )
-def test_two_hosts_reach_the_weights_of_one(
-    method: str,
-    hosts: Callable[..., Hosts],
-    synthetic_dir: Path,
-    tmp_path: Path,
-    expected: Callable[[int], str],
-) -> None:
+def test_two_hosts_reach_the_weights_of_one(method, hosts, synthetic_dir, tmp_path, expected):
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
     ended = finish_all(hosts(2).launch(row(method), flags, tmp_path), 120)
     check(ended, tmp_path / "run", expected(2))
@@ -188,21 +179,17 @@ def test_two_hosts_reach_the_weights_of_one(
 
 @pytest.mark.parametrize("method", ["variables by hand", "script, several nodes"])
 def test_three_hosts_whose_names_resolve_to_loopback(
-    method: str,
-    hosts: Callable[..., Hosts],
-    synthetic_dir: Path,
-    tmp_path: Path,
-    expected: Callable[[int], str],
-) -> None:
+    method, hosts, synthetic_dir, tmp_path, expected
+):
     """Gloo would listen where the hostname resolves to, on which nobody else can reach it."""
     command = row(method).command.replace("WORLD_SIZE=2", "WORLD_SIZE=3")
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
-    three = Row(method, f"export NNODES=3; {command}", nodes=3)
+    three = Row(method, command.replace("NNODES=2 ", "NNODES=3 "), nodes=3)
     ended = finish_all(hosts(3, resolve=False).launch(three, flags, tmp_path), 150)
     check(ended, tmp_path / "run", expected(3))
 
 
-def ssh_stub(network: Hosts, folder: Path) -> dict[str, str]:
+def ssh_stub(network, folder):
     """Return settings that make run_ssh.sh reach the hosts, without an sshd."""
     stub = folder / "ssh"
     prefix = network.names[0][:-1]
@@ -215,12 +202,7 @@ def ssh_stub(network: Hosts, folder: Path) -> dict[str, str]:
     return {"SSH": str(stub), "HOSTS": names, "NPROC_PER_NODE": "1", "PATH": path_of_python()}
 
 
-def test_run_ssh_starts_all_hosts(
-    hosts: Callable[..., Hosts],
-    synthetic_dir: Path,
-    tmp_path: Path,
-    expected: Callable[[int], str],
-) -> None:
+def test_run_ssh_starts_all_hosts(hosts, synthetic_dir, tmp_path, expected):
     settings = ssh_stub(hosts(3), tmp_path)
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
     over_ssh = Row("", row("script, over ssh").command.partition(" scripts")[2])
@@ -229,7 +211,7 @@ def test_run_ssh_starts_all_hosts(
     check(ended, tmp_path / "run", expected(3))
 
 
-def wait_for_step(run_dir: Path, process: subprocess.Popen[str]) -> None:
+def wait_for_step(run_dir, process):
     deadline = time.monotonic() + 60
     while not (run_dir / "metrics.jsonl").exists():
         assert time.monotonic() < deadline
@@ -240,9 +222,7 @@ def wait_for_step(run_dir: Path, process: subprocess.Popen[str]) -> None:
 LONG = "--dataset synthetic --model linear --epochs 100000 --threads 1 --no-progress"
 
 
-def test_run_ssh_stops_all_hosts_when_one_fails(
-    hosts: Callable[..., Hosts], synthetic_dir: Path, tmp_path: Path
-) -> None:
+def test_run_ssh_stops_all_hosts_when_one_fails(hosts, synthetic_dir, tmp_path):
     network = hosts(2)
     settings = ssh_stub(network, tmp_path)
     flags = f"{LONG} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
@@ -259,9 +239,7 @@ def test_run_ssh_stops_all_hosts_when_one_fails(
     assert "node1 ended with status" in ended.stderr or "node0 ended with" in ended.stderr
 
 
-def test_killing_run_ssh_leaves_nobody(
-    hosts: Callable[..., Hosts], synthetic_dir: Path, tmp_path: Path
-) -> None:
+def test_killing_run_ssh_leaves_nobody(hosts, synthetic_dir, tmp_path):
     settings = ssh_stub(hosts(2), tmp_path)
     flags = f"{LONG} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
     (process,) = launch(Row("", "exec scripts/run_ssh.sh"), flags, tmp_path, **settings)
@@ -270,9 +248,7 @@ def test_killing_run_ssh_leaves_nobody(
     process.communicate(timeout=30)  # ends when the last holder of its output does
 
 
-def test_a_host_is_cut_off_in_training(
-    hosts: Callable[..., Hosts], synthetic_dir: Path, tmp_path: Path
-) -> None:
+def test_a_host_is_cut_off_in_training(hosts, synthetic_dir, tmp_path):
     network = hosts(2)
     flags = f"{LONG} --data-dir {synthetic_dir} --run-dir {tmp_path}/run --timeout 5"
     processes = network.launch(row("no launcher, several nodes"), flags, tmp_path)
@@ -288,9 +264,7 @@ def test_a_host_is_cut_off_in_training(
         assert "Traceback" not in ended.stderr
 
 
-def test_a_host_that_cannot_be_reached(
-    hosts: Callable[..., Hosts], synthetic_dir: Path, tmp_path: Path
-) -> None:
+def test_a_host_that_cannot_be_reached(hosts, synthetic_dir, tmp_path):
     network = hosts(2)
     network.cut_off(1)
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run --rdzv-timeout 6"
@@ -301,7 +275,7 @@ def test_a_host_that_cannot_be_reached(
     assert max(one.seconds for one in ended) < 25
 
 
-def test_a_name_server_that_never_answers_costs_little(synthetic_dir: Path, tmp_path: Path) -> None:
+def test_a_name_server_that_never_answers_costs_little(synthetic_dir, tmp_path):
     """PyTorch asks it for the name of each address; glibc would wait ten seconds each time."""
     (tmp_path / "resolv.conf").write_text("nameserver 127.77.0.1\n")
     with_it = 'mount --bind "$0" /etc/resolv.conf && exec "$@"'
@@ -315,9 +289,7 @@ def test_a_name_server_that_never_answers_costs_little(synthetic_dir: Path, tmp_
     succeed(ended)
 
 
-def test_the_doctor_finds_names_that_resolve_to_loopback(
-    hosts: Callable[..., Hosts], synthetic_dir: Path, tmp_path: Path
-) -> None:
+def test_the_doctor_finds_names_that_resolve_to_loopback(hosts, synthetic_dir, tmp_path):
     command = row("variables by hand").command.replace("train_ddp.py", "scripts/tools/doctor.py")
     flags = f"--dataset synthetic --data-dir {synthetic_dir} --threads 1"
     network = hosts(2, resolve=False)

@@ -1,7 +1,5 @@
 """The house: three rooms of bounded size, with arrows that point one way."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.sources import CLUSTER, CORE, DATASETS, LESSONS, MINIMAL, ROOT, SCRIPTS, count, imports
@@ -11,11 +9,11 @@ PROJECT = [*SCRIPTS, *TOP, *CORE, *DATASETS, *CLUSTER]
 COMPLETE = ROOT / "scripts/minimal/ddp_complete.py"
 
 
-def name_of(path: Path) -> str:
+def name_of(path):
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
-def room_of(module: str) -> str:
+def room_of(module):
     rooms = ("scripts", "train_", "utils.cluster", "utils.datasets", "utils")
     return next((room for room in rooms if module.startswith(room)), "top")
 
@@ -36,12 +34,12 @@ ARROWS = {name_of(path): {module for module, _ in imports(path)} for path in PRO
     ],
     ids=lambda value: str(len(value)) + name_of(value[0]) if isinstance(value, list) else "",
 )
-def test_a_room_stays_within_its_lines(room: list[Path], limit: int) -> None:
+def test_a_room_stays_within_its_lines(room, limit):
     sizes = {name_of(path): count([path]) for path in room}
     assert sum(sizes.values()) <= limit, sizes
 
 
-def test_the_arrows_point_one_way() -> None:
+def test_the_arrows_point_one_way():
     """Scripts use the core and the cluster room, which uses the core, which uses the data sets."""
     allowed = {
         "train_": {"top", "utils", "utils.cluster"},
@@ -55,7 +53,7 @@ def test_the_arrows_point_one_way() -> None:
         assert rooms <= allowed[room_of(module)], (module, used)
 
 
-def test_there_is_no_circle() -> None:
+def test_there_is_no_circle():
     left = {module: set(used) & set(ARROWS) for module, used in ARROWS.items()}
     while left:
         ends = [module for module, used in left.items() if not used & set(left)]
@@ -64,14 +62,14 @@ def test_there_is_no_circle() -> None:
             del left[module]
 
 
-def test_no_import_hides_in_a_function() -> None:
+def test_no_import_hides_in_a_function():
     """Of this project's own modules: there it could only dodge a circle."""
     for path in PROJECT:
         hidden = [module for module, is_inside in imports(path) if is_inside]
         assert not hidden, f"{path}: {hidden}"
 
 
-def test_the_calls_that_are_the_technique_stand_in_the_scripts() -> None:
+def test_the_calls_that_are_the_technique_stand_in_the_scripts():
     """Spelled as PyTorch spells them, since they are what a reader carries away."""
     loop = [".backward()", "optimizer.step", "model(images)", "clip_grad_norm_(", "with Run("]
     shown = {

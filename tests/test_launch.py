@@ -6,18 +6,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext as nothing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.processes import (
     ROOT,
-    Finished,
     environment,
     finish,
     free_port,
@@ -57,11 +54,11 @@ class Row:
     slow: bool = False
 
     @property
-    def is_script(self) -> bool:
+    def is_script(self):
         return "scripts/" in self.command
 
     @property
-    def marks(self) -> list[pytest.MarkDecorator]:
+    def marks(self):
         return [pytest.mark.slow] * self.slow + [pytest.mark.long] * self.is_script
 
 
@@ -142,23 +139,21 @@ LAUNCH_TABLE = [
     # The tests of these three are in test_clusters.py and test_hosts.py.
     Row("srun", "srun --ntasks 2 python train_ddp.py"),
     Row("mpirun", "mpirun -n 2 python train_ddp.py"),
-    Row("sbatch", "sbatch scripts/slurm.sbatch"),
+    Row("sbatch", "sbatch --nodes 2 --ntasks-per-node 8 --gpus-per-node 8 scripts/slurm.sbatch"),
     Row("script, over ssh", 'HOSTS="node0 node1" scripts/run_ssh.sh'),
 ]
 ELSEWHERE = ("srun", "mpirun", "sbatch", "script, over ssh")
 
 
-def row(method: str) -> Row:
+def row(method):
     return next(row for row in LAUNCH_TABLE if row.method == method)
 
 
-def path_of_python() -> str:
+def path_of_python():
     return f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
-def launch(
-    row: Row, flags: str, shared: Path, literal: bool = True, **extra: str
-) -> list[subprocess.Popen[str]]:
+def launch(row, flags, shared, literal=True, **extra):
     """Start a row's command, with flags added at its end, once for each node on this host.
 
     Args:
@@ -176,17 +171,17 @@ def launch(
     return processes
 
 
-def finish_all(processes: list[subprocess.Popen[str]], timeout: float) -> list[Finished]:
+def finish_all(processes, timeout):
     begin = time.monotonic()
     return [finish(process, timeout, begin) for process in processes]
 
 
-def error_lines(ended: Finished) -> list[str]:
+def error_lines(ended):
     return [line for line in ended.text.splitlines() if ".py: error: " in line]
 
 
 @pytest.fixture(scope="module")
-def expected(synthetic_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def expected(synthetic_dir, tmp_path_factory):
     """The weights that two processes reach, however they were started."""
     folder = tmp_path_factory.mktemp("expected")
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {folder}"
@@ -203,13 +198,7 @@ def expected(synthetic_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> s
         if row.method not in ELSEWHERE
     ],
 )
-def test_every_way_reaches_the_same_weights(
-    row: Row,
-    synthetic_dir: Path,
-    tmp_path: Path,
-    expected: str,
-    request: pytest.FixtureRequest,
-) -> None:
+def test_every_way_reaches_the_same_weights(row, synthetic_dir, tmp_path, expected, request):
     """With ``--all`` by the very command; in the quick run the launch scripts alone."""
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
     literal = row.is_script or request.config.getoption("--all")
@@ -222,7 +211,7 @@ def test_every_way_reaches_the_same_weights(
 
 
 @pytest.mark.slow
-def test_an_elastic_job_grows_and_shrinks(synthetic_dir: Path, tmp_path: Path) -> None:
+def test_an_elastic_job_grows_and_shrinks(synthetic_dir, tmp_path):
     """One node begins, a second joins, and the first goes on when that one is killed."""
     command = row("torchrun, elastic").command.replace(
         "last_call_timeout=10", "last_call_timeout=3"
@@ -234,7 +223,7 @@ def test_an_elastic_job_grows_and_shrinks(synthetic_dir: Path, tmp_path: Path) -
     variables = environment(HOST0="127.0.0.1", PORT=str(free_port()), PATH=path_of_python())
     log = tmp_path / "log"
 
-    def start_node() -> subprocess.Popen[bytes]:
+    def start_node():
         with open(log, "a") as output:
             return subprocess.Popen(
                 ["bash", "-c", f"exec env {command} {flags}"],
@@ -245,13 +234,13 @@ def test_an_elastic_job_grows_and_shrinks(synthetic_dir: Path, tmp_path: Path) -
                 start_new_session=True,
             )
 
-    def wait_until(condition: Callable[[], bool]) -> None:
+    def wait_until(condition):
         deadline = time.monotonic() + 100
         while not condition():
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.2)
 
-    def epochs() -> int:
+    def epochs():
         path = tmp_path / "run" / "metrics.jsonl"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
@@ -286,9 +275,7 @@ def test_an_elastic_job_grows_and_shrinks(synthetic_dir: Path, tmp_path: Path) -
         ),
     ],
 )
-def test_what_cannot_work_is_told_in_one_line(
-    flags: str, status: int, words: str, synthetic_dir: Path
-) -> None:
+def test_what_cannot_work_is_told_in_one_line(flags, status, words, synthetic_dir):
     common = ["--dataset", "synthetic", "--data-dir", synthetic_dir]
     ended = run(*script("train_ddp.py", *common, *flags.split()), timeout=30)
     assert ended.returncode == status, ended.text
@@ -306,9 +293,7 @@ def test_what_cannot_work_is_told_in_one_line(
         ("--nnodes 2", "--nnodes and --node-rank go with --nprocs"),
     ],
 )
-def test_flags_that_contradict_each_other(
-    flags: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flags_that_contradict_each_other(flags, words, capsys):
     with pytest.raises(SystemExit, match="2"):
         config.parse_args("ddp", None, flags.split())
     assert words in capsys.readouterr().err
@@ -332,7 +317,7 @@ def test_flags_that_contradict_each_other(
         ),
     ],
 )
-def test_variables_that_contradict_each_other(variables: dict[str, str], words: str) -> None:
+def test_variables_that_contradict_each_other(variables, words):
     args = config.build_parser("ddp", None).parse_args([])
     with pytest.raises(UsageError, match=words):
         launchers.read_launch(args, variables)
@@ -365,7 +350,7 @@ SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_
         (SLURM | {"RANK": "0", "WORLD_SIZE": "1"}, Launch("environment", 0, 1)),
     ],
 )
-def test_what_a_launcher_says(variables: dict[str, str], expected: Launch) -> None:
+def test_what_a_launcher_says(variables, expected):
     args = config.build_parser("ddp", None).parse_args([])
     assert launchers.read_launch(args, variables) == expected
 
@@ -378,12 +363,12 @@ def test_what_a_launcher_says(variables: dict[str, str], expected: Launch) -> No
         ("rack[1-2]node[10-20]", "rack1node10"),
     ],
 )
-def test_the_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
+def test_the_first_host_of_a_slurm_list(nodes, first):
     assert launchers._first_slurm_host({"SLURM_NODELIST": nodes}) == first
 
 
 @pytest.mark.parametrize("wrong", [["--backend", "mpi"], ["--epochs", "none"]])
-def test_one_line_for_all_ranks_of_torchrun(wrong: list[str]) -> None:
+def test_one_line_for_all_ranks_of_torchrun(wrong):
     """Also where rank 0, which has to say it, is the last to find out."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     script = ["tests/dies.py", "train_ddp.py", *wrong]
@@ -392,7 +377,7 @@ def test_one_line_for_all_ranks_of_torchrun(wrong: list[str]) -> None:
     assert len(error_lines(ended)) == 1, ended.text
 
 
-def test_one_line_for_all_ranks_without_a_launcher(synthetic_dir: Path) -> None:
+def test_one_line_for_all_ranks_without_a_launcher(synthetic_dir):
     """Before any process group, also for a device that no backend knows."""
     code = (
         "import sys; sys.path.insert(0, '.'); import utils.early, torch, train_ddp\n"
@@ -412,7 +397,7 @@ def test_one_line_for_all_ranks_without_a_launcher(synthetic_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "gpus"), [(2, 2), (2, 1), (3, 2)])
-def test_a_gpu_for_each_rank(ranks: int, gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_for_each_rank(ranks, gpus, monkeypatch):
     """A launcher shows each rank all GPUs of the node, or one, which is number 0 for all."""
     devices = [torch.device("cuda", index) for index in range(gpus)]
     monkeypatch.setattr(launching, "select_devices", lambda *names: devices)
@@ -430,9 +415,7 @@ def test_a_gpu_for_each_rank(ranks: int, gpus: int, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("method", "how"), [("torchrun, one node", "raise"), ("torchrun, static", "kill")]
 )
-def test_torchrun_starts_all_again_after_a_crash(
-    method: str, how: str, synthetic_dir: Path, tmp_path: Path, expected: str
-) -> None:
+def test_torchrun_starts_all_again_after_a_crash(method, how, synthetic_dir, tmp_path, expected):
     """Ranks that start again must not meet at the addresses of the attempt before."""
     command = row(method).command.replace("train_ddp.py", str(ONCE))
     again = Row(method, command.replace("torchrun", "torchrun --max_restarts 1"), row(method).nodes)
@@ -445,7 +428,7 @@ def test_torchrun_starts_all_again_after_a_crash(
     assert summary(tmp_path / "run")["weights_sha256"] == expected
 
 
-def start_waiting(synthetic_dir: Path, *flags: Any) -> subprocess.Popen[str]:
+def start_waiting(synthetic_dir, *flags):
     """Start a rank that waits for others who never come, and return when it does wait."""
     port = free_port()
     common = ["--dataset", "synthetic", "--data-dir", synthetic_dir]
@@ -463,7 +446,7 @@ def start_waiting(synthetic_dir: Path, *flags: Any) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
-def test_a_stop_signal_ends_the_waiting(number: signal.Signals, synthetic_dir: Path) -> None:
+def test_a_stop_signal_ends_the_waiting(number, synthetic_dir):
     process = start_waiting(synthetic_dir, "--rank", 0, "--world-size", 2)
     begin = time.monotonic()
     process.send_signal(number)
@@ -473,7 +456,7 @@ def test_a_stop_signal_ends_the_waiting(number: signal.Signals, synthetic_dir: P
     assert f"stopped by {number.name} while waiting" in ended.stderr
 
 
-def test_an_interface_that_is_not_there_is_one_line(synthetic_dir: Path, tmp_path: Path) -> None:
+def test_an_interface_that_is_not_there_is_one_line(synthetic_dir, tmp_path):
     arguments = ["--dataset", "synthetic", "--data-dir", synthetic_dir, "--run-dir", tmp_path / "r"]
     arguments += ["--nprocs", 2, "--rdzv-timeout", 20]
     ended = run(*script("train_ddp.py", *arguments), GLOO_SOCKET_IFNAME="nowhere0")
@@ -482,7 +465,7 @@ def test_an_interface_that_is_not_there_is_one_line(synthetic_dir: Path, tmp_pat
     assert "GLOO_SOCKET_IFNAME" in line
 
 
-def test_the_parent_of_spawn_passes_a_signal_on(synthetic_dir: Path) -> None:
+def test_the_parent_of_spawn_passes_a_signal_on(synthetic_dir):
     process = start_waiting(synthetic_dir, "--nprocs", 2, "--nnodes", 2)
     process.send_signal(signal.SIGTERM)
     ended = finish(process, 10)
@@ -490,7 +473,7 @@ def test_the_parent_of_spawn_passes_a_signal_on(synthetic_dir: Path) -> None:
     assert len(error_lines(ended)) == 1, ended.text
 
 
-def test_killing_the_parent_of_spawn_leaves_nobody(synthetic_dir: Path) -> None:
+def test_killing_the_parent_of_spawn_leaves_nobody(synthetic_dir):
     process = start_waiting(synthetic_dir, "--nprocs", 2, "--nnodes", 2)
     process.kill()
     process.communicate(timeout=10)
@@ -498,7 +481,7 @@ def test_killing_the_parent_of_spawn_leaves_nobody(synthetic_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["run_torchrun.sh", "run_multi_node.sh", "run_ssh.sh"])
-def test_a_dry_run_prints_command_and_ranks(name: str) -> None:
+def test_a_dry_run_prints_command_and_ranks(name):
     settings = {"NPROC_PER_NODE": "4", "NNODES": "3", "MASTER_ADDR": "10.0.0.1", "HOSTS": "a b c"}
     ended = run(ROOT / "scripts" / name, "--dry-run", "--epochs", 7, **settings)
     assert ended.returncode == 0, ended.text
@@ -510,7 +493,7 @@ def test_a_dry_run_prints_command_and_ranks(name: str) -> None:
     assert run(ROOT / "scripts" / name, "--help").returncode == 0
 
 
-def test_the_launch_scripts_say_what_is_missing() -> None:
+def test_the_launch_scripts_say_what_is_missing():
     ended = run(ROOT / "scripts" / "run_torchrun.sh")
     assert (ended.returncode, "set MASTER_ADDR" in ended.stderr) == (2, True)
     ended = run(ROOT / "scripts" / "run_torchrun.sh", MASTER_ADDR="a", NODE_RANK="2")

@@ -3,11 +3,10 @@
 import functools
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, Finished, run
+from tests.processes import ROOT, run
 
 FOLDER = ROOT / "scripts" / "lessons"
 LESSONS = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
@@ -20,7 +19,7 @@ SLOW = {
 
 
 @functools.cache
-def run_lesson(name: str) -> Finished:
+def run_lesson(name):
     """Run a lesson by the command in its docstring, once for all tests that look at its output."""
     source = (FOLDER / f"{name}.py").read_text()
     commands = re.findall(r"^python (\S+)$", source.split('"""')[1], flags=re.MULTILINE)
@@ -28,7 +27,7 @@ def run_lesson(name: str) -> Finished:
     return run(sys.executable, *commands, timeout=TIMEOUT)
 
 
-def test_no_lesson_imports_another() -> None:
+def test_no_lesson_imports_another():
     for name in LESSONS:
         source = (FOLDER / f"{name}.py").read_text()
         imported = re.findall(r"^\s*(?:from|import) (\w+)", source, flags=re.MULTILINE)
@@ -39,7 +38,7 @@ def test_no_lesson_imports_another() -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in LESSONS]
 )
-def test_a_lesson_shows_what_it_claims(name: str) -> None:
+def test_a_lesson_shows_what_it_claims(name):
     finished = run_lesson(name)
     assert finished.returncode == 0, finished.text
     assert "\nshown: " in finished.stdout
@@ -55,9 +54,7 @@ def test_a_lesson_shows_what_it_claims(name: str) -> None:
         ("lambda: time.sleep(60)", 1, "Timeout"),
     ],
 )
-def test_the_exit_status_is_the_verdict(
-    tmp_path: Path, main: str, status: int, printed: str
-) -> None:
+def test_the_exit_status_is_the_verdict(tmp_path, main, status, printed):
     lesson = tmp_path / "lesson.py"
     lesson.write_text(
         f"import sys, time\nsys.path.insert(0, {str(FOLDER)!r})\nimport _lesson\n"

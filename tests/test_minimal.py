@@ -7,8 +7,6 @@ import re
 import shutil
 import signal
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ import data
 import models
 from tests.processes import (
     ROOT,
-    Finished,
     finish,
     free_port,
     marked,
@@ -46,7 +43,7 @@ STANDALONE = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 RESULT = re.compile(r"^epoch (\d+): loss (\d+\.\d+), (\d+\.\d+)% of (\d+)$", re.MULTILINE)
 
 
-def changes(script: str, base: str = "single") -> list[tuple[list[str], list[tuple[int, str]]]]:
+def changes(script, base="single"):
     """Return the removed and the added code lines of each hunk of ``diff base.py script.py``."""
     old, new = (code_lines((FOLDER / f"{each}.py").read_text()) for each in (base, script))
     lines = [[line for _, line in each] for each in (old, new)]
@@ -55,20 +52,20 @@ def changes(script: str, base: str = "single") -> list[tuple[list[str], list[tup
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_is_short(script: str) -> None:
+def test_a_script_is_short(script):
     assert len(code_lines((FOLDER / f"{script}.py").read_text())) <= MAX_LINES[script]
 
 
 @pytest.mark.parametrize("technique", MAX_ADDED)
-def test_a_technique_adds_few_lines(technique: str) -> None:
+def test_a_technique_adds_few_lines(technique):
     added = [line for _, lines in changes(technique) for line in lines]
     assert 0 < len(added) <= MAX_ADDED[technique], added
 
 
 @pytest.mark.parametrize(("script", "base"), DIFFS)
-def test_every_hunk_says_why(script: str, base: str) -> None:
+def test_every_hunk_says_why(script, base):
     lines = (FOLDER / f"{script}.py").read_text().splitlines()
-    seen: set[str] = set()
+    seen = set()
     for removed, added in changes(script, base):
         assert added, f"only removes {removed}: nothing is left to carry the reason"
         comment = []
@@ -84,7 +81,7 @@ def test_every_hunk_says_why(script: str, base: str) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_reader_replaces_two_imports(script: str) -> None:
+def test_a_reader_replaces_two_imports(script):
     tree = ast.parse((FOLDER / f"{script}.py").read_text())
     names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     names |= {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
@@ -94,29 +91,27 @@ def test_a_reader_replaces_two_imports(script: str) -> None:
 
 @pytest.mark.parametrize("script", ["ddp", "ddp_complete"])
 @pytest.mark.parametrize("variables", [{}, {"RANK": "0"}], ids=["plainly", "half a launcher"])
-def test_without_torchrun_one_line_says_how_to_start_it(
-    script: str, variables: dict[str, str], tmp_path: Path
-) -> None:
+def test_without_torchrun_one_line_says_how_to_start_it(script, variables, tmp_path):
     ended = run(sys.executable, FOLDER / f"{script}.py", cwd=tmp_path, **variables)
     command = f"torchrun --standalone --nproc_per_node 2 {FOLDER / script}.py"
     assert (ended.returncode, ended.text) == (2, f"start it with: {command}\n")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_an_unknown_data_set_is_told(script: str, tmp_path: Path) -> None:
+def test_an_unknown_data_set_is_told(script, tmp_path):
     ended = run(sys.executable, FOLDER / f"{script}.py", "--dataset", "nowhere", cwd=tmp_path)
     assert (ended.returncode, "Traceback" in ended.stderr) == (2, False)
     assert "invalid choice: 'nowhere'" in ended.stderr
 
 
-def words(script: str, ranks: int, *flags: Any, restarts: int = 0) -> list[Any]:
+def words(script, ranks, *flags, restarts=0):
     """Return a command that trains a script on the first images."""
     torchrun = [*STANDALONE, ranks, "--max-restarts", restarts] if "ddp" in script else []
     shortened = [ROOT / "tests" / "shortened.py", f"scripts/minimal/{script}.py"]
     return [sys.executable, *torchrun, *shortened, "--dataset", "synthetic", *flags]
 
 
-def train(script: str, ranks: int, folder: Path, *flags: Any, **variables: str) -> Finished:
+def train(script, ranks, folder, *flags, **variables):
     """Train a script in ``folder``, where it leaves its checkpoint."""
     folder.mkdir(exist_ok=True)
     variables = {"TEST_IMAGES": str(IMAGES)} | variables
@@ -124,7 +119,7 @@ def train(script: str, ranks: int, folder: Path, *flags: Any, **variables: str) 
 
 
 @torch.no_grad()
-def evaluate(model: torch.nn.Module, folder: Path, dataset: str) -> tuple[float, int]:
+def evaluate(model, folder, dataset):
     """Return loss and number of correct images over the test set, as any script would."""
     test_set = data.load_tensors(dataset, str(folder))[1]
     model.eval()
@@ -136,7 +131,7 @@ def evaluate(model: torch.nn.Module, folder: Path, dataset: str) -> tuple[float,
     return loss / len(test_set), correct
 
 
-def result(ended: Finished) -> tuple[float, float]:
+def result(ended):
     """Return loss and accuracy in per cent, of the last epoch."""
     assert ended.returncode == 0, ended.text
     _, loss, accuracy, count = RESULT.findall(ended.stdout)[-1]
@@ -154,9 +149,7 @@ def result(ended: Finished) -> tuple[float, float]:
         pytest.param("ddp_complete", 3, marks=pytest.mark.slow),
     ],
 )
-def test_it_learns_and_evaluates_exactly(
-    script: str, ranks: int, synthetic_dir: Path, tmp_path: Path
-) -> None:
+def test_it_learns_and_evaluates_exactly(script, ranks, synthetic_dir, tmp_path):
     """10,000 images do not divide by 3; the checkpoint is that of plain single-device code."""
     flags = ["--data-dir", synthetic_dir, "--epochs", 2, "--batch-size", 96 // ranks]
     ended = train(script, ranks, tmp_path, *flags)
@@ -177,7 +170,7 @@ COMPLETE = ("ddp_complete 1 1", "ddp_complete 2 2", "ddp_complete 3 4")
 
 
 @pytest.mark.slow
-def test_the_same_global_batch_makes_the_same_weights(synthetic_dir: Path, tmp_path: Path) -> None:
+def test_the_same_global_batch_makes_the_same_weights(synthetic_dir, tmp_path):
     """In float64, without batch normalisation, and with the images in the same order.
 
     On its own, single.py takes another order: ``RandomSampler`` draws it from the default
@@ -185,7 +178,7 @@ def test_the_same_global_batch_makes_the_same_weights(synthetic_dir: Path, tmp_p
     the k-th batches of all processes together are the k-th batch of one: a process takes every
     n-th image of it.
     """
-    weights: dict[str, Any] = {}
+    weights = {}
     for layout in "single 1", "dp 1", "ddp 1", "ddp 2", "ddp 3", *COMPLETE:
         script, ranks, *accumulate = layout.split()
         batch = 96 // int(ranks) // int([*accumulate, 1][0])
@@ -203,29 +196,27 @@ def test_the_same_global_batch_makes_the_same_weights(synthetic_dir: Path, tmp_p
         assert apart < 1e-12, layout
 
 
-def test_when_a_rank_fails_all_of_them_end(synthetic_dir: Path, tmp_path: Path) -> None:
+def test_when_a_rank_fails_all_of_them_end(synthetic_dir, tmp_path):
     ended = train("ddp", 2, tmp_path, "--data-dir", synthetic_dir, TEST_FAILS="1")
     assert ended.returncode == 1
     assert "RuntimeError: this rank fails" in ended.stderr
     assert not list(tmp_path.iterdir())
 
 
-def docstring_command(script: str, number: int) -> str:
+def docstring_command(script, number):
     """Return a command of a script's docstring, in which Python has joined continued lines."""
     text = ast.get_docstring(ast.parse((FOLDER / f"{script}.py").read_text())) or ""
     return " ".join([line for line in text.splitlines() if line[:4] == "    "][number].split())
 
 
-def shown(script: str, number: int, flags: str) -> str:
+def shown(script, number, flags):
     """Return a command of a script's docstring, to be given from any folder."""
     return f"{docstring_command(script, number)} {flags}".replace("scripts/", f"{ROOT}/scripts/")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "number"), [*((s, 0) for s in SCRIPTS), ("single", 1)])
-def test_the_commands_shown_reach_98_percent(
-    script: str, number: int, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_the_commands_shown_reach_98_percent(script, number, request, tmp_path):
     """One epoch of MNIST with single, dp, ddp and ddp_complete, and two epochs of drawn digits."""
     folder = request.getfixturevalue("synthetic_dir" if number else "mnist_dir")
     command, _ = shell_line(shown(script, number, f"--data-dir {folder}"))
@@ -235,7 +226,7 @@ def test_the_commands_shown_reach_98_percent(
 
 
 @pytest.mark.long
-def test_two_torchruns_on_one_host(synthetic_dir: Path, tmp_path: Path) -> None:
+def test_two_torchruns_on_one_host(synthetic_dir, tmp_path):
     """The command of ddp.py's docstring, twice."""
     line = f"{docstring_command('ddp', 2)} --dataset synthetic --data-dir {synthetic_dir}"
     assert line.startswith("torchrun --nnodes 2 --nproc_per_node 2 --rdzv_backend c10d ")
@@ -253,12 +244,12 @@ def test_two_torchruns_on_one_host(synthetic_dir: Path, tmp_path: Path) -> None:
 EPOCHS = 3
 
 
-def complete(folder: Path, data_dir: Path, *flags: Any, ranks: int = 2) -> Finished:
+def complete(folder, data_dir, *flags, ranks=2):
     return train("ddp_complete", ranks, folder, "--data-dir", data_dir, "--batch-size", 48, *flags)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(synthetic_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(synthetic_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
     result(complete(folder, synthetic_dir, "--epochs", EPOCHS))
     return folder
@@ -275,14 +266,8 @@ def undisturbed(synthetic_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
     ],
 )
 def test_an_interrupted_run_ends_with_the_weights_of_an_undisturbed_one(
-    target: str,
-    number: int,
-    status: int,
-    restarts: int,
-    undisturbed: Path,
-    synthetic_dir: Path,
-    tmp_path: Path,
-) -> None:
+    target, number, status, restarts, undisturbed, synthetic_dir, tmp_path
+):
     flags = ["--data-dir", synthetic_dir, "--batch-size", 48, "--epochs", EPOCHS]
     command = words("ddp_complete", 2, *flags, restarts=restarts)
     process = start(*command, cwd=tmp_path, TEST_IMAGES=str(IMAGES))
@@ -308,8 +293,8 @@ def test_an_interrupted_run_ends_with_the_weights_of_an_undisturbed_one(
 
 @pytest.mark.slow
 def test_a_complete_run_takes_more_epochs_and_keeps_a_good_checkpoint(
-    undisturbed: Path, synthetic_dir: Path, tmp_path: Path
-) -> None:
+    undisturbed, synthetic_dir, tmp_path
+):
     folder = shutil.copytree(undisturbed, tmp_path / "copy")
     path = folder / "checkpoint.pt"
     again = complete(folder, synthetic_dir, "--epochs", EPOCHS)

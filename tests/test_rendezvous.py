@@ -7,13 +7,11 @@ import sys
 import threading
 import time
 from contextlib import closing, suppress
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from tests.processes import ROOT, Finished, finish, free_port, run, script, start
+from tests.processes import ROOT, finish, free_port, run, script, start
 from tests.test_launch import error_lines
 from utils.cluster.meeting import COMPLETE, Meeting, Member, RendezvousError, meet
 from utils.cluster.places import Address, File
@@ -21,7 +19,7 @@ from utils.cluster.places import Address, File
 Outcome = Meeting | Exception
 
 
-def attend(place: Address, rank: int, size: int, outcomes: list[Outcome], **more: Any) -> None:
+def attend(place, rank, size, outcomes, **more):
     own = Member(rank, **({"pid": 1000 + rank} | more))
     try:
         outcomes.append(meet(place, own, size, 5.0))
@@ -29,9 +27,9 @@ def attend(place: Address, rank: int, size: int, outcomes: list[Outcome], **more
         outcomes.append(error)
 
 
-def meet_all(place: Address, *members: dict[str, Any], pause: float = 0.0) -> list[Outcome]:
+def meet_all(place, *members, pause=0.0):
     """Hold a meeting among threads; return what each got, in no order."""
-    outcomes: list[Outcome] = []
+    outcomes = []
     threads = []
     for more in members:
         own = {"size": 2, "outcomes": outcomes} | more
@@ -45,11 +43,11 @@ def meet_all(place: Address, *members: dict[str, Any], pause: float = 0.0) -> li
 
 
 @pytest.fixture
-def place() -> Address:
+def place():
     return Address("127.0.0.1", free_port())
 
 
-def wait_for_port(port: int, process: subprocess.Popen[str]) -> None:
+def wait_for_port(port, process):
     deadline = time.monotonic() + 60
     while True:
         try:
@@ -63,19 +61,19 @@ def wait_for_port(port: int, process: subprocess.Popen[str]) -> None:
 class Ranks:
     """Ranks that are started one by one, by hand."""
 
-    def __init__(self, data_dir: Path, size: int, seconds: int) -> None:
+    def __init__(self, data_dir, size, seconds):
         self.port, self.processes = free_port(), list[subprocess.Popen[str]]()
         self.words = ["--dataset", "synthetic", "--data-dir", data_dir, "--world-size", size]
         self.words += ["--rdzv-timeout", seconds, "--init-method", f"tcp://127.0.0.1:{self.port}"]
 
-    def start(self, rank: int, *more: Any) -> subprocess.Popen[str]:
+    def start(self, rank, *more):
         command = script("train_ddp.py", *self.words, "--rank", rank, *more)
         self.processes.append(start(*command))
         if len(self.processes) == 1 and rank == 0:
             wait_for_port(self.port, self.processes[0])
         return self.processes[-1]
 
-    def end(self, within: float) -> list[Finished]:
+    def end(self, within):
         """Wait for all; each ends with one line."""
         ended = [finish(process, within) for process in self.processes]
         for one in ended:
@@ -85,7 +83,7 @@ class Ranks:
 
 
 @pytest.mark.long
-def test_all_that_wait_name_the_missing(synthetic_dir: Path) -> None:
+def test_all_that_wait_name_the_missing(synthetic_dir):
     ranks = Ranks(synthetic_dir, 4, 10)
     name, pids = socket.gethostname(), [ranks.start(rank).pid for rank in (0, 1)]
     begin = time.monotonic()
@@ -95,7 +93,7 @@ def test_all_that_wait_name_the_missing(synthetic_dir: Path) -> None:
     assert time.monotonic() - begin < 15  # at the first one's deadline
 
 
-def test_two_of_the_same_rank(synthetic_dir: Path) -> None:
+def test_two_of_the_same_rank(synthetic_dir):
     ranks = Ranks(synthetic_dir, 3, 40)
     for rank in (0, 1, 1):
         ranks.start(rank)
@@ -103,7 +101,7 @@ def test_two_of_the_same_rank(synthetic_dir: Path) -> None:
         assert "two processes claim rank 1: " in ended.stderr
 
 
-def test_a_second_rank_0(synthetic_dir: Path) -> None:
+def test_a_second_rank_0(synthetic_dir):
     ranks = Ranks(synthetic_dir, 3, 40)
     for rank in (0, 0):
         ranks.start(rank)
@@ -115,9 +113,7 @@ def test_a_second_rank_0(synthetic_dir: Path) -> None:
     ("flags", "words"),
     [(("--seed", 1), "has seed 1, rank 0 ("), (("--world-size", 4), "has WORLD_SIZE 4, rank 0 (")],
 )
-def test_who_differs_is_named_at_once(
-    flags: tuple[Any, ...], words: str, synthetic_dir: Path
-) -> None:
+def test_who_differs_is_named_at_once(flags, words, synthetic_dir):
     ranks = Ranks(synthetic_dir, 2, 60)
     ranks.start(0)
     ranks.start(1, *flags)
@@ -126,7 +122,7 @@ def test_who_differs_is_named_at_once(
 
 
 @pytest.mark.long
-def test_a_foreign_program_has_the_port(synthetic_dir: Path) -> None:
+def test_a_foreign_program_has_the_port(synthetic_dir):
     """It accepts connections and never answers."""
     ranks = Ranks(synthetic_dir, 2, 6)
     with closing(socket.create_server(("127.0.0.1", ranks.port))):
@@ -140,9 +136,7 @@ def test_a_foreign_program_has_the_port(synthetic_dir: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_rank_0_is_stopped_or_killed_while_others_wait(
-    number: signal.Signals, synthetic_dir: Path
-) -> None:
+def test_rank_0_is_stopped_or_killed_while_others_wait(number, synthetic_dir):
     ranks = Ranks(synthetic_dir, 3, 8)
     main = ranks.start(0)
     ranks.start(1)
@@ -156,7 +150,7 @@ def test_rank_0_is_stopped_or_killed_while_others_wait(
     main.communicate()
 
 
-def test_too_few_descriptors_are_named_before_anyone_waits(synthetic_dir: Path) -> None:
+def test_too_few_descriptors_are_named_before_anyone_waits(synthetic_dir):
     ranks = Ranks(synthetic_dir, 1000, 60)
     command = script("train_ddp.py", *ranks.words, "--rank", 0)
     ended = run("bash", "-c", 'ulimit -n 1024; exec "$@"', "bash", *command)
@@ -166,7 +160,7 @@ def test_too_few_descriptors_are_named_before_anyone_waits(synthetic_dir: Path) 
     assert ended.seconds < 50
 
 
-def test_a_stale_master_addr_does_not_break_one_node(synthetic_dir: Path, tmp_path: Path) -> None:
+def test_a_stale_master_addr_does_not_break_one_node(synthetic_dir, tmp_path):
     words = ["--dataset", "synthetic", "--data-dir", synthetic_dir, "--model", "linear"]
     words += ["--max-steps", 2, "--nprocs", 2, "--run-dir", tmp_path / "run"]
     ended = run(*script("train_ddp.py", *words), MASTER_ADDR="192.0.2.1", MASTER_PORT="29500")
@@ -174,7 +168,7 @@ def test_a_stale_master_addr_does_not_break_one_node(synthetic_dir: Path, tmp_pa
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_threads_meet_in_any_order(order: tuple[int, int], place: Address) -> None:
+def test_threads_meet_in_any_order(order, place):
     outcomes = meet_all(place, *({"rank": rank} for rank in order), pause=0.3)
     for met in outcomes:
         assert isinstance(met, Meeting), met
@@ -182,15 +176,15 @@ def test_threads_meet_in_any_order(order: tuple[int, int], place: Address) -> No
         assert met.name([0, 1]) == ", ".join(f"{r} ({met.main.process[:-4]}100{r})" for r in (0, 1))
 
 
-def test_a_large_world_is_one_short_line(place: Address) -> None:
+def test_a_large_world_is_one_short_line(place):
     with pytest.raises(RendezvousError) as caught:
         meet(place, Member(0), 4000, 0.5)
     assert "missing: 1, 2, 3, 4, 5, 6, 7, 8 and 3991 more." in str(caught.value)
     assert len(str(caught.value)) < 500
 
 
-def test_a_rank_that_starts_again_leaves_the_job_alone(place: Address) -> None:
-    outcomes: list[Outcome] = meet_all(place, {"rank": 0}, {"rank": 1})
+def test_a_rank_that_starts_again_leaves_the_job_alone(place):
+    outcomes = meet_all(place, {"rank": 0}, {"rank": 1})
     attend(place, 1, 2, outcomes, pid=9)
     assert "two processes claim rank 1: " in str(outcomes[-1])
     (met, _, _) = outcomes
@@ -198,8 +192,8 @@ def test_a_rank_that_starts_again_leaves_the_job_alone(place: Address) -> None:
     assert met.store.get("verdict").decode() == COMPLETE
 
 
-def test_garbage_on_the_port_does_no_harm(place: Address) -> None:
-    outcomes: list[Outcome] = []
+def test_garbage_on_the_port_does_no_harm(place):
+    outcomes = []
     thread = threading.Thread(target=attend, args=(place, 0, 2, outcomes))
     thread.start()
     magic = b"\0" + (0x3C85F7CE).to_bytes(4, "little")  # how a client of the store begins
@@ -224,7 +218,7 @@ def test_garbage_on_the_port_does_no_harm(place: Address) -> None:
 
 
 @pytest.mark.parametrize("content", [b"\0\1binary", b'[["127.0.0.1", 9, "old"]]', b"[3]"])
-def test_a_stale_file_does_no_harm(content: bytes, tmp_path: Path) -> None:
+def test_a_stale_file_does_no_harm(content, tmp_path):
     path = tmp_path / "meet"
     path.write_bytes(content)
     outcomes = meet_all(File(str(path)), {"rank": 1}, {"rank": 0}, pause=0.5)
@@ -232,19 +226,19 @@ def test_a_stale_file_does_no_harm(content: bytes, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_store_of_another_attempt_is_not_taken(tmp_path: Path) -> None:
+def test_a_store_of_another_attempt_is_not_taken(tmp_path):
     """Where rank 0 was published, its nonce has to be there."""
     place = File(str(tmp_path / "meet"))
     other = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     other.set("member/0", '{"rank": 0, "nonce": "other"}')
     place.publish(other.port, "ours")
-    outcomes: list[Outcome] = []
+    outcomes = []
     attend(place, 1, 2, outcomes)
     assert "another program, or another job, has this port" in str(outcomes[0])
 
 
 @pytest.mark.slow
-def test_a_world_of_256_meets_and_names_who_is_missing_and_who_is_lost() -> None:
+def test_a_world_of_256_meets_and_names_who_is_missing_and_who_is_lost():
     """Real stores, and as many connections for each rank as a rank holds."""
     tool = ROOT / "scripts" / "tools" / "simulate.py"
     ended = run(sys.executable, tool, "--ranks", 64, 256, timeout=400, real=True)

@@ -34,8 +34,8 @@ from collectives import largest, time_all_reduce
 
 import data
 from utils import config, distributed, signals
-from utils.cluster import members
 from utils.cluster.launch import Job, launch
+from utils.cluster.meeting import host_identity
 from utils.device import select_devices, setup_device, usable_cores
 from utils.errors import describe
 
@@ -103,7 +103,7 @@ def facts_of_device(
         "device": f"{device} {properties.name}",
         "driver": driver,
         "uuid": uuid,
-        "visible": distributed.find_gpus(visible),
+        "visible": len(visible),
         "used": int(used) if used.isdecimal() else 0,  # "[N/A]"
         "far": [str(o) for o in others if not torch.cuda.can_device_access_peer(device, o)],
     }
@@ -134,7 +134,7 @@ def check_gpus(facts: Facts, backend: str) -> list[Finding]:
         if uuids.count(uuids[rank]) > 1
     ]
     devices = {
-        f"{fact['device']} ({fact['uuid'][:12]}, one of {len(fact['visible'])} visible)"
+        f"{fact['device']} ({fact['uuid'][:12]}, one of {fact['visible']} visible)"
         if "uuid" in fact
         else fact["device"]
         for fact in facts
@@ -193,7 +193,7 @@ def facts_of_this_rank(args: argparse.Namespace) -> dict[str, Any]:
         address = socket.gethostbyname(socket.gethostname())
     kept = ("GLOO_", "NCCL_", "TORCH_", "LOCAL_WORLD_SIZE")
     return {
-        "host": members.host_identity(),
+        "host": host_identity(),
         "name": socket.gethostname(),
         "address": address,
         "versions": versions(),
