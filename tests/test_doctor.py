@@ -116,16 +116,13 @@ def test_what_is_known_of_a_gpu(doctor, tmp_path, monkeypatch):
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     gpus = [torch.device("cuda", index) for index in range(3)]
-    uuids = [f"GPU-{index}" for index in range(3)]
-    monkeypatch.setattr(torch.cuda, "_raw_device_uuid_nvml", lambda: uuids)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     properties = SimpleNamespace(name="H200", uuid="1")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     reach = lambda device, other: {device.index, other.index} == {0, 1}  # noqa: E731
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", reach)
     found = doctor.facts_of_device(gpus[1], gpus, doctor.ask_driver())
     assert (found["used"], found["driver"], found["far"]) == (900, "570.12", ["cuda:2"])
-    assert found["visible"] == 2
+    assert found["visible"] == 3
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho no devices were found >&2; exit 6\n")
     cpu = torch.device("cpu")
     found = doctor.facts_of_device(cpu, [cpu], doctor.ask_driver())
