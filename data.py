@@ -205,9 +205,6 @@ class EpochSampler(DistributedSampler):
         num_replicas: number of processes that share the epoch.
         rank: number of this process among them.
         seed: the permutation of an epoch depends on ``seed + epoch`` alone.
-
-    Raises:
-        DataError: the set has fewer samples than one global batch.
     """
 
     def __init__(
@@ -221,11 +218,6 @@ class EpochSampler(DistributedSampler):
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, seed=seed)
         self.global_batch_size = global_batch_size
         self.start = 0
-        if len(dataset) < global_batch_size:
-            raise DataError(
-                f"a global batch of {global_batch_size} is larger than the training set of"
-                f" {len(dataset)}: lower --batch-size or --grad-accum-steps"
-            )
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Choose the epoch, and how many of its samples all replicas together have seen."""

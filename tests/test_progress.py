@@ -87,6 +87,7 @@ def test_an_epoch_without_a_batch_of_the_new_size_is_left_once_it_is_evaluated()
     assert (large.epoch, large.epoch_samples, large.is_finished) == (0, 100, False)
 
 
-def test_less_than_a_batch_is_refused():
-    with pytest.raises(UsageError, match="less than one global batch of 10"):
-        Progress(105, 10, 0.05)
+@pytest.mark.parametrize("arguments", [(105, 10, 0.05), (9, 10, 3)])
+def test_less_than_a_batch_is_refused(arguments):
+    with pytest.raises(UsageError, match="a global batch of 10 is larger than the training set"):
+        Progress(*arguments)

@@ -39,7 +39,7 @@ class Progress(Position):
         max_steps: optimizer steps at most, or None.
 
     Raises:
-        UsageError: the run is shorter than one step.
+        UsageError: an epoch, or the part of it that ``epochs`` takes, is less than one step.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class Progress(Position):
         super().__init__()
         self.epoch_size, self.global_batch_size = epoch_size, global_batch_size
         self.epochs, self.max_steps = epochs, max_steps
-        if global_batch_size > round(epochs * epoch_size):
+        if global_batch_size > (samples := round(min(1.0, epochs) * epoch_size)):
             raise UsageError(
-                f"--epochs {epochs} of {epoch_size} samples is less than one global batch of"
-                f" {global_batch_size}: raise it, or lower --batch-size"
+                f"a global batch of {global_batch_size} is larger than the training set of {samples}"
+                f" (--epochs {epochs:g}): lower --batch-size or --grad-accum-steps"
             )
 
     @property
