@@ -252,27 +252,18 @@ class Transform:
         self.device = device
         self.mean = _per_channel(SOURCES[dataset].mean, device) * 255
         self.scale = 1 / (_per_channel(SOURCES[dataset].std, device) * 255)
-        self.shift = RandomShift(self.SHIFT) if augment else None
+        self.augment = augment
 
     def __call__(
         self, images: Tensor, labels: Tensor, train: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Turn images uint8 [B, H, W] or [B, C, H, W] into floats [B, C, H, W], normalised.
-
-        Raises:
-            DataError: a mean for each channel, and another number of channels.
-        """
+        """Turn images uint8 [B, H, W] or [B, C, H, W] into floats [B, C, H, W], normalised."""
         images = images.to(self.device, non_blocking=True)
         labels = labels.to(self.device, non_blocking=True)
-        if train and self.shift is not None:
-            images = self.shift(images)
+        if train and self.augment:
+            images = random_shift(images, self.SHIFT)
         if images.ndim == 3:
             images = images.unsqueeze(1)
-        if isinstance(self.mean, Tensor) and len(self.mean) != images.shape[1]:
-            raise DataError(
-                f"images of {images.shape[1]} channels, but mean and std of {len(self.mean)}:"
-                " correct the line in SOURCES"
-            )
         # The default dtype rather than float32, so that a test can compare runs in float64.
         pixels = images.to(torch.get_default_dtype())
         return pixels.sub_(self.mean).mul_(self.scale), labels
@@ -289,17 +280,19 @@ def check_fits(model: nn.Module, transform: Transform, *sets: ImageSet) -> None:
         model: on the device of ``transform``, not wrapped.
 
     Raises:
-        DataError: the model cannot take the images, or a class has no logit.
+        DataError: the model, or the mean in ``SOURCES``, does not fit the images, or a class has
+            no logit.
     """
     model.eval()  # so that the image leaves no trace in running statistics
     for dataset in sets:
-        images, labels = transform(*dataset[:1])
         try:
+            images, labels = transform(*dataset[:1])
             outputs = model.forward(images)  # past ``compile``, for which this is no batch
         except (RuntimeError, ValueError) as error:
             raise DataError(
-                f"--model cannot take the images of --dataset, {list(images.shape[1:])} ({error}):"
-                " choose another --model, or change its layers"
+                f"--model cannot take the images of --dataset, {list(dataset.images.shape[1:])}"
+                f" ({error}): choose another --model, or change its layers (or mean and std in"
+                " SOURCES)"
             ) from None
         if labels.dtype == torch.int64 and dataset.labels.max() >= outputs.shape[-1]:
             raise DataError(
@@ -314,29 +307,23 @@ def _per_channel(value: float | tuple[float, ...], device: torch.device) -> Any:
     return torch.tensor(value, device=device)[:, None, None] if isinstance(value, tuple) else value
 
 
-class RandomShift:
-    """Move each image by up to ``shift`` pixels each way, filling with 0.
+def random_shift(images: Tensor, margin: int) -> Tensor:
+    """Return images [B, H, W] or [B, C, H, W], each moved by up to ``margin`` pixels each way.
 
-    Draws from the default generator of the images' device.
+    All channels of an image move alike, and what is uncovered becomes 0. Draws from the default
+    generator of the images' device.
     """
-
-    def __init__(self, shift: int) -> None:
-        self.shift = shift
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """Return images [B, H, W] or [B, C, H, W], moved, all channels of an image alike."""
-        margin = self.shift
-        padded = F.pad(images, (margin,) * 4).contiguous()  # also where channels came last
-        dy, dx = torch.randint(2 * margin + 1, (2, len(images)), device=images.device)
-        # A moved image lies in one piece, from its first pixel to its last, with what pads its rows
-        # in between: one copy for each image, a third of the time of indexing pixel by pixel.
-        step, *inner = padded.stride()
-        pitch = inner[-2]
-        size = step - 2 * margin * (pitch + 1)
-        first = torch.arange(0, len(images) * step, step, device=images.device)
-        first.add_(dx).add_(dy, alpha=pitch)
-        pieces = padded.flatten().unfold(0, size, 1).index_select(0, first)
-        return pieces.as_strided(images.shape, (size, *inner))
+    padded = F.pad(images, (margin,) * 4).contiguous()  # also where channels came last
+    dy, dx = torch.randint(2 * margin + 1, (2, len(images)), device=images.device)
+    # A moved image lies in one piece, from its first pixel to its last, with what pads its rows in
+    # between: one copy for each image, a third of the time of indexing pixel by pixel.
+    step, *inner = padded.stride()
+    pitch = inner[-2]
+    size = step - 2 * margin * (pitch + 1)
+    first = torch.arange(0, len(images) * step, step, device=images.device)
+    first.add_(dx).add_(dy, alpha=pitch)
+    pieces = padded.flatten().unfold(0, size, 1).index_select(0, first)
+    return pieces.as_strided(images.shape, (size, *inner))
 
 
 def load_dataset(name: str, data_dir: str) -> tuple[ImageSet, ImageSet]:

@@ -344,8 +344,9 @@ def test_transform_normalises_each_channel(monkeypatch):
         torch.testing.assert_close(pixels[:, channel], expected)
     assert torch.equal(targets, labels), "the numbers of a regression"
     assert not torch.equal(transform(images, labels, train=True)[0], pixels), "no shift"
-    with pytest.raises(data.DataError, match="1 channels, but mean and std of 3"):
-        transform(images[:, 0], labels)
+    grey = data.ImageSet(images[:, 0], labels)
+    with pytest.raises(data.DataError, match="cannot take the images.*mean and std in SOURCES"):
+        data.check_fits(torch.nn.Flatten(), transform, grey)
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (1, 4, 6), (3, 4, 6)])
@@ -353,7 +354,7 @@ def test_random_shift_is_a_crop_of_the_padded_image(shape):
     for seed, count in enumerate((40, 40, 7)):
         images = torch.randint(256, (count, *shape), dtype=torch.uint8)
         torch.manual_seed(seed)
-        moved = data.RandomShift(2)(images)
+        moved = data.random_shift(images, 2)
         torch.manual_seed(seed)
         padded, places = F.pad(images, (2,) * 4), torch.randint(5, (2, count)).T.tolist()
         for i, (y, x) in enumerate(places):
@@ -361,7 +362,7 @@ def test_random_shift_is_a_crop_of_the_padded_image(shape):
         if images.ndim == 4:
             torch.manual_seed(seed)
             last = images.to(memory_format=torch.channels_last)
-            assert torch.equal(data.RandomShift(2)(last), moved)
+            assert torch.equal(data.random_shift(last, 2), moved)
 
 
 def test_own_data_of_another_kind_is_refused():
