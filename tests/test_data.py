@@ -26,7 +26,7 @@ from utils import signals
 from utils.datasets import fetch, idx, prepare, sources
 from utils.datasets.digits import draw_digits
 from utils.errors import guard
-from utils.files import FileLock
+from utils.files import lock_file
 
 CPU = torch.device("cpu")
 PREPARE = (sys.executable, ROOT / "scripts/tools/prepare_data.py")
@@ -115,7 +115,7 @@ def stop(process):
 def test_waiting_for_the_data_is_bounded_names_for_whom_and_hears_a_stop(tmp_path, monkeypatch):
     (tmp_path / "Synthetic").mkdir()
     lock = tmp_path / "Synthetic" / ".lock"
-    holder = fork(lambda: [FileLock(lock).__enter__(), time.sleep(60)])
+    holder = fork(lambda: [lock_file(lock), time.sleep(60)])
     while not (lock.exists() and lock.read_text()):
         time.sleep(0.01)
     monkeypatch.setattr(prepare, "LOCK_TIMEOUT", 0.2)
@@ -345,7 +345,7 @@ def test_transform_normalises_each_channel(monkeypatch):
     assert torch.equal(targets, labels), "the numbers of a regression"
     assert not torch.equal(transform(images, labels, train=True)[0], pixels), "no shift"
     grey = data.ImageSet(images[:, 0], labels)
-    with pytest.raises(data.DataError, match="cannot take the images.*mean and std in SOURCES"):
+    with pytest.raises(data.DataError, match=r"cannot take the images.*mean and std in SOURCES"):
         data.check_fits(torch.nn.Flatten(), transform, grey)
 
 

@@ -58,61 +58,42 @@ class Locked(Exception):
     """Another process holds the lock. The message names it."""
 
 
-class FileLock:
-    """An exclusive lock between processes, which the kernel (or the NFS server) frees at their end.
+def lock_file(path: Path, timeout: float = 0.0) -> int:
+    """Take an exclusive lock between processes, and return the descriptor whose closing frees it.
 
-    A record lock of POSIX. Loader workers, which are forks, do not inherit it, so they cannot hold
-    it longer than the process that they work for. Closing the file in this process releases it.
+    The kernel (or the NFS server) closes it when this process ends. It is a record lock of POSIX.
+    Loader workers, which are forks, do not inherit it, so they cannot hold it longer than the
+    process that they work for.
 
     Args:
         path: a file that is created for the lock, and stays.
         timeout: seconds to wait for the lock at most.
+
+    Raises:
+        Locked: another process still has it after ``timeout``.
+        Stopped: a stop signal came while waiting.
+        OSError: the file cannot be written.
     """
-
-    def __init__(self, path: Path, timeout: float = 0.0) -> None:
-        self.path, self.timeout = path, timeout
-        self.descriptor: int | None = None
-
-    def acquire(self) -> None:
-        """Take the lock.
-
-        Raises:
-            Locked: another process still has it after ``timeout``.
-            Stopped: a stop signal came while waiting.
-            OSError: the file cannot be written.
-        """
-        self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        begin, is_reported = time.monotonic(), False
-        try:
-            while True:
-                try:
-                    fcntl.lockf(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    waited = time.monotonic() - begin
-                    holder = os.pread(self.descriptor, 200, 0).decode(errors="replace").strip()
-                    holder = ascii(holder)[1:-1] or "another process"
-                    if waited >= self.timeout:
-                        raise Locked(holder) from None
-                    if waited >= QUIET_SECONDS and not is_reported:
-                        is_reported = True
-                        print(f"waiting for {holder} ({self.path})", file=sys.stderr, flush=True)
-                    signals.sleep(POLL_SECONDS)
-            os.truncate(self.descriptor, 0)
-            os.write(self.descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
-        except BaseException:
-            self.release()
-            raise
-
-    def release(self) -> None:
-        """Give the lock back, if it is held."""
-        if self.descriptor is not None:
-            os.close(self.descriptor)
-            self.descriptor = None
-
-    def __enter__(self) -> "FileLock":
-        self.acquire()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    begin, is_reported = time.monotonic(), False
+    try:
+        while True:
+            try:
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                waited = time.monotonic() - begin
+                holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+                holder = ascii(holder)[1:-1] or "another process"
+                if waited >= timeout:
+                    raise Locked(holder) from None
+                if waited >= QUIET_SECONDS and not is_reported:
+                    is_reported = True
+                    print(f"waiting for {holder} ({path})", file=sys.stderr, flush=True)
+                signals.sleep(POLL_SECONDS)
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

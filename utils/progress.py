@@ -48,10 +48,11 @@ class Progress(Position):
         super().__init__()
         self.epoch_size, self.global_batch_size = epoch_size, global_batch_size
         self.epochs, self.max_steps = epochs, max_steps
-        if global_batch_size > (samples := round(min(1.0, epochs) * epoch_size)):
+        samples = round(min(1.0, epochs) * epoch_size)
+        if global_batch_size > samples:
             raise UsageError(
-                f"a global batch of {global_batch_size} is larger than the training set of {samples}"
-                f" (--epochs {epochs:g}): lower --batch-size or --grad-accum-steps"
+                f"a global batch of {global_batch_size} is larger than the training set ({samples}"
+                f" samples with --epochs {epochs:g}): lower --batch-size or --grad-accum-steps"
             )
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from utils.errors import UsageError
-from utils.files import FileLock, Locked
+from utils.files import Locked, lock_file
 from utils.status import read_status
 
 ROOT = Path("runs")
@@ -54,7 +54,7 @@ def open_run(path: str | None, technique: str, resume: bool) -> RunDir:
         folder.mkdir(parents=True, exist_ok=True)
         if resume and not read_status(folder):
             _check_begin(folder)
-        FileLock(folder / ".lock").acquire()  # the kernel releases it when this process ends
+        lock_file(folder / ".lock")  # never closed: the lock ends with this process
         status = read_status(folder)
     except Locked as holder:
         raise UsageError(f"{folder} is in use by {holder}: take another --run-dir") from None

@@ -7,7 +7,7 @@ from utils.datasets import idx
 from utils.datasets.digits import draw_digits
 from utils.datasets.fetch import download
 from utils.datasets.sources import RAW_FILES, SOURCES, TEST_SIZE, TRAIN_SIZE, DataError
-from utils.files import FileLock, Locked, replace_file
+from utils.files import Locked, lock_file, replace_file
 
 LOCK_TIMEOUT = 600.0  # seconds; its holder may be downloading
 
@@ -31,7 +31,7 @@ def prepare(name: str, data_dir: str) -> Path:
     lock = folder.parent / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(lock, LOCK_TIMEOUT):
+        with open(lock_file(lock, LOCK_TIMEOUT)):  # and closes the descriptor, which frees it
             if not _is_complete(folder):
                 _draw(folder) if name == "synthetic" else download(name, folder)
     except Locked as holder:
