@@ -117,7 +117,7 @@ from utils.distributed import AgreedMax, OutOfStep
 from utils.metrics import Metrics
 dist.init_process_group("gloo")
 metrics = Metrics(torch.device("cpu"), [1.0, 2.0, 3.0])
-assert metrics.sum_over_ranks().state() == [2.0, 4.0, 6.0]
+assert metrics.sum_over_ranks().sums.tolist() == [2.0, 4.0, 6.0]
 agreed = AgreedMax()
 assert [agreed(dist.get_rank()), agreed(0)] == [0, 1]
 if dist.get_rank() == 1:

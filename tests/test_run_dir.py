@@ -150,7 +150,7 @@ def test_the_lock_ends_with_its_process_and_not_with_its_children(tmp_path):
 )
 def test_the_command_that_continues_runs_as_printed(words, left, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train_single.py", *words.split()])
-    printed = Status(tmp_path, "single", None).continue_command()
+    printed = Status(tmp_path, "single", None, Progress(100, 10, 3)).continue_command()
     begin = f"python train_single.py {left}".strip()
     assert printed == f"{begin} --run-dir {tmp_path} --resume"
 

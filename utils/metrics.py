@@ -39,10 +39,6 @@ class Metrics:
         """Return the sums over all ranks. Collective. ``self`` keeps those of this rank."""
         return Metrics(self._loss_sum.device, distributed.sum_over_ranks(self.sums).tolist())
 
-    def state(self) -> list[float]:
-        """Return loss sum, correct and count as Python numbers (waits for the device)."""
-        return self.sums.tolist()
-
     @property
     def correct(self) -> int:
         return int(self._correct)

@@ -16,7 +16,7 @@ class Position:
         global_step: optimizer steps.
         evaluated_step: ``global_step`` at the latest evaluation.
         learning_rate: of the latest step.
-        train_sums: ``Metrics.state`` of the current epoch, over all processes.
+        train_sums: ``Metrics.sums`` of the current epoch, over all processes.
         test_sums: the same of the latest evaluation.
     """
 

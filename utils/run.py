@@ -112,7 +112,6 @@ class Run:
         if opened.is_complete and progress.is_finished:
             limit = "--max-steps" if progress.is_at_max_steps else "--epochs"
             raise Complete(f"{self.folder} is complete: nothing to resume (raise {limit})")
-        self.first_step = progress.global_step
         batch_size = args.batch_size * args.grad_accum_steps
         self.facts = {
             "script": f"train_{args.technique}.py",
@@ -126,7 +125,7 @@ class Run:
             "global_batch_size": progress.global_batch_size,
             "lr": self.optimizer.param_groups[0]["lr"],
             "torch_version": str(torch.__version__),
-            "resumed_from": self.first_step or None,
+            "resumed_from": progress.global_step or None,
         }
         # The profiled steps take longer, so images/s leaves them out.
         untimed_steps = LAST_STEP if args.profile else WARMUP_STEPS
@@ -134,11 +133,11 @@ class Run:
         self._profiler: StepProfiler | None = None
         if args.profile:
             self._profiler = StepProfiler(self.folder, self.device, self.rank)
-        self._status = Status(self.folder, args.technique, opened.launch_id)
+        self._status = Status(self.folder, args.technique, opened.launch_id, progress)
         if self.is_main:
             flags = {name: value for name, value in vars(args).items() if name != "technique"}
             write_json(self.folder / "args.json", flags)
-            self._write_status("running")
+            self._status.write("running")
             signals.before_interrupt(self._interrupted)
         self._logger = Logger(self.folder, progress, self.is_main, args.tensorboard, args.progress)
         self._logger.header(self.facts)
@@ -180,7 +179,7 @@ class Run:
         progress, args = self.progress, self.args
         progress.step(self.optimizer.param_groups[0]["lr"])
         step = progress.global_step
-        self._throughput.step(step - self.first_step)
+        self._throughput.step()
         if self._profiler is not None:
             self._profiler.step()
         if self._logger.bar is not None:
@@ -191,7 +190,7 @@ class Run:
             self._logger.step(self.metrics.loss, self.metrics.accuracy)
         self.signal = self._agree(signals.received())
         if self.signal or (args.save_every_steps and step % args.save_every_steps == 0):
-            progress.train_sums = self.metrics.sum_over_ranks().state()
+            progress.train_sums = self.metrics.sum_over_ranks().sums.tolist()
             self._checkpointer.save(progress)
 
     def end_epoch(self, test: Metrics) -> None:
@@ -219,7 +218,7 @@ class Run:
             "seconds": time.perf_counter() - self._throughput.epoch_start,
         }
         self._logger.evaluated(row)
-        progress.end_epoch(train.state(), test.state())
+        progress.end_epoch(train.sums.tolist(), test.sums.tolist())
         self._checkpointer.save(progress)
 
     def __exit__(
@@ -243,7 +242,7 @@ class Run:
         if self.is_main:
             concerned = {"ranks": explained.ranks} if hasattr(explained, "ranks") else {}
             with suppress(OSError):  # a full disk, the likeliest failure, leaves no room
-                self._write_status("failed", reason=describe(explained), **concerned)
+                self._status.write("failed", reason=describe(explained), **concerned)
         if explained is not error:
             raise explained from error
         if kind is None:
@@ -254,7 +253,7 @@ class Run:
         if self.signal:
             name = signal.Signals(self.signal).name
             if self.is_main:
-                self._write_status("stopped", signal=name)
+                self._status.write("stopped", signal=name)
             self._logger.say(
                 f"stopped by {name} at step {self.progress.global_step}; continue with:"
                 f" {self._status.continue_command()}"
@@ -279,7 +278,7 @@ class Run:
             "weights_sha256": weights_sha256(self.model),
         }
         write_json(self.folder / "summary.json", summary)
-        self._write_status("complete", epochs=progress.epochs, max_steps=progress.max_steps)
+        self._status.write("complete", epochs=progress.epochs, max_steps=progress.max_steps)
         self._logger.say(
             f"test accuracy {test.accuracy:.2%}, {test.correct:,} of {test.count:,}, after"
             f" {summary['total_seconds']:.1f} s\nsummary in {self.folder}/summary.json"
@@ -293,8 +292,5 @@ class Run:
                 " --max-grad-norm"
             )
 
-    def _write_status(self, state: str, **details: Any) -> None:
-        self._status.write(state, self.progress.epoch, self.progress.global_step, **details)
-
     def _interrupted(self) -> None:
-        self._write_status("failed", reason="interrupted by a second Ctrl-C")
+        self._status.write("failed", reason="interrupted by a second Ctrl-C")

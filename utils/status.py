@@ -10,6 +10,7 @@ from typing import Any
 
 from utils.errors import UsageError
 from utils.files import write_json
+from utils.progress import Progress
 
 
 def read_status(folder: Path) -> dict[str, Any]:
@@ -35,19 +36,23 @@ class Status:
         folder: the run directory.
         technique: ``single``, ``dp`` or ``ddp``.
         launch_id: the launcher's own name of this job, or None.
+        progress: where the run is.
     """
 
-    def __init__(self, folder: Path, technique: str, launch_id: str | None) -> None:
+    def __init__(
+        self, folder: Path, technique: str, launch_id: str | None, progress: Progress
+    ) -> None:
         self.folder, self.technique, self.launch_id = folder, technique, launch_id
+        self.progress = progress
 
-    def write(self, state: str, epoch: int, global_step: int, **details: Any) -> None:
+    def write(self, state: str, **details: Any) -> None:
         """Replace the file: ``running``, ``stopped``, ``failed`` or ``complete``."""
         status = {
             "state": state,
             **details,
             "technique": self.technique,
-            "epoch": epoch,
-            "global_step": global_step,
+            "epoch": self.progress.epoch,
+            "global_step": self.progress.global_step,
             "launch_id": self.launch_id,
         }
         if state != "complete":

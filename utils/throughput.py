@@ -33,40 +33,37 @@ class Throughput:
         self.global_batch_size = global_batch_size
         self.untimed_steps = untimed_steps
         self.startup_seconds: float | None = None
-        self.train_seconds = self.epoch_start = self._timed_seconds = 0.0
-        self._steps = self._timed_steps = 0
-        self._since: tuple[float, int] | None = None  # time and step at which the clock started
+        self.train_seconds = self.epoch_start = self._timed_since = self._timed_seconds = 0.0
+        self._steps = 0
 
     def start_epoch(self) -> None:
-        """Start the clock, unless the first steps of the run are still to come."""
-        self.epoch_start = time.perf_counter()
-        is_warm = self._steps >= self.untimed_steps
-        self._since = (self.epoch_start, self._steps) if is_warm else None
+        """Start the clock."""
+        self.epoch_start = self._timed_since = time.perf_counter()
 
-    def step(self, steps: int) -> None:
-        """Note that this process has made this many optimizer steps."""
-        self._steps = steps
-        if self.startup_seconds is None:
+    def step(self) -> None:
+        """Count an optimizer step."""
+        self._steps += 1
+        if self._steps == 1:
             synchronize(self.device)
             self.startup_seconds = seconds_since_start()
-        if self._since is None and steps >= self.untimed_steps:
+        if self._steps == self.untimed_steps:
             synchronize(self.device)
-            self._since = (time.perf_counter(), steps)
+            self._timed_since = time.perf_counter()
 
     def end_epoch(self) -> None:
         """Stop the clock."""
         synchronize(self.device)
         now = time.perf_counter()
         self.train_seconds += now - self.epoch_start
-        if self._since is not None:
-            self._timed_seconds += now - self._since[0]
-            self._timed_steps += self._steps - self._since[1]
+        if self._steps > self.untimed_steps:
+            self._timed_seconds += now - self._timed_since
 
     def images_per_second(self) -> float | None:
         """Return the speed over all devices since the warm-up steps, or None before their end."""
-        if not self._timed_steps:
+        if not self._timed_seconds:
             return None
-        return self._timed_steps * self.global_batch_size / self._timed_seconds
+        timed_steps = self._steps - self.untimed_steps
+        return timed_steps * self.global_batch_size / self._timed_seconds
 
 
 def seconds_since_start() -> float:
