@@ -164,6 +164,13 @@ def test_metrics_keep_the_complete_rows_up_to_the_checkpoint(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == f"{rows[0]}\n{rows[1]}\n"
 
 
+def test_a_start_that_fails_leaves_no_run_that_looks_killed(synthetic_dir, tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    words = script("train_single.py", *flags(synthetic_dir, tmp_path, *LINEAR))
+    assert "metrics.jsonl: Is a directory" in error_line(run(*words), 1)
+    assert not (tmp_path / "status.json").exists()
+
+
 # Disks
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import data
 from utils import distributed, signals
 from utils.checkpoint import Checkpointer
-from utils.device import peak_memory, seed_step
+from utils.device import peak_memory, seed_step, synchronize
 from utils.errors import UsageError, UserError, describe, end_workers, explain
 from utils.files import write_json
 from utils.logger import Logger
@@ -133,13 +133,14 @@ class Run:
         self._profiler: StepProfiler | None = None
         if args.profile:
             self._profiler = StepProfiler(self.folder, self.device, self.rank)
+        self._logger = Logger(self.folder, progress, self.is_main, args.tensorboard, args.progress)
         self._status = Status(self.folder, args.technique, opened.launch_id, progress)
         if self.is_main:
             flags = {name: value for name, value in vars(args).items() if name != "technique"}
             write_json(self.folder / "args.json", flags)
+            # Last of what may fail here, where ``__exit__`` would not say that it did.
             self._status.write("running")
             signals.before_interrupt(self._interrupted)
-        self._logger = Logger(self.folder, progress, self.is_main, args.tensorboard, args.progress)
         self._logger.header(self.facts)
         return self
 
@@ -163,12 +164,15 @@ class Run:
                     samples = self.progress.samples_seen
                     seed_step(self.device, self.args.seed, self.rank, samples)
                 yield batch
-        finally:
-            self._throughput.end_epoch()
-            self._logger.end_epoch()
+            synchronize(self.device)
             if self._profiler is not None:
                 self._logger.say(self._profiler.finish())
                 self._profiler = None
+        finally:
+            # After an error too, so nothing here waits for the device, which may wait in vain for
+            # a rank that is lost.
+            self._throughput.end_epoch()
+            self._logger.end_epoch()
 
     def end_step(self) -> None:
         """Count an optimizer step, log it, agree on a stop, and save if it is time. Collective.
