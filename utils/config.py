@@ -33,10 +33,7 @@ def number(
     kind: Callable[[str], Any], low: float = 0, high: float = LARGE, ends: str = "[]"
 ) -> Callable[[str], Any]:
     """Return an argparse type: a number from ``low`` to ``high``. A round end is excluded."""
-    above, below = (
-        "at least" if ends[0] == "[" else "above",
-        "at most" if ends[1] == "]" else "below",
-    )
+    above, below = ({"[": "at least", "(": "above", "]": "at most", ")": "below"}[e] for e in ends)
     bounds = f"{above} {low}" + (f" and {below} {high}" if high < LARGE else "")
     name = "a whole number" if kind is int else "a number"
 

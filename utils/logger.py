@@ -33,7 +33,7 @@ class Logger:
         self.folder, self.progress, self.is_main = folder, progress, is_main
         self.tensorboard, self.show_bar = tensorboard and is_main, show_bar and is_main
         self.first_samples = progress.samples_seen
-        self.bar: tqdm | None = None
+        self.bar = tqdm(disable=True)  # until an epoch begins
         self.writer: Any = None
         if is_main:
             self._cut_metrics()
@@ -82,15 +82,9 @@ class Logger:
 
     def step(self, loss: float, accuracy: float) -> None:
         """Log the metrics of the epoch so far."""
-        if self.bar is not None:
-            self.bar.set_postfix_str(f"loss {loss:.3f}, {accuracy:.1%}", refresh=False)
+        self.bar.set_postfix_str(f"loss {loss:.3f}, {accuracy:.1%}", refresh=False)
         rate = self.progress.learning_rate
         self._scalars({"step/loss": loss, "step/accuracy": accuracy, "step/learning_rate": rate})
-
-    def end_epoch(self) -> None:
-        """Remove the bar."""
-        if self.bar is not None:
-            self.bar.close()
 
     def evaluated(self, row: dict[str, Any]) -> None:
         """Log an evaluation: a row of the table and of metrics.jsonl, and the epoch's curves."""
@@ -115,7 +109,7 @@ class Logger:
             print(text, flush=True)
 
     def close(self) -> None:
-        self.end_epoch()
+        self.bar.close()
         if self.writer is not None:
             self.writer.close()
 

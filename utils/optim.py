@@ -85,8 +85,3 @@ class Schedule:
         """Set the learning rates for the optimizer step that starts after ``samples_seen``."""
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             group["lr"] = peak * self.factor(samples_seen)
-
-    @property
-    def lr(self) -> float:
-        """The learning rate of the latest step."""
-        return self.optimizer.param_groups[0]["lr"]

@@ -8,11 +8,11 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from utils.device import synchronize
+from utils.throughput import WARMUP_STEPS
 
-SKIPPED_STEPS = 5  # in which caches fill. images/s leaves out the same
-WARMUP_STEPS = 2  # in which the profiler itself settles
+SETTLING_STEPS = 2  # of the profiler itself, after those that images/s leaves out
 PROFILED_STEPS = 10  # enough to average, and a trace of some 100 KB
-FIRST_STEP = SKIPPED_STEPS + WARMUP_STEPS + 1
+FIRST_STEP = WARMUP_STEPS + SETTLING_STEPS + 1
 LAST_STEP = FIRST_STEP + PROFILED_STEPS - 1
 
 
@@ -40,9 +40,9 @@ class StepProfiler:
         self.profile = profile(
             activities=activities,
             schedule=schedule(
-                skip_first=SKIPPED_STEPS,
+                skip_first=WARMUP_STEPS,
                 wait=0,
-                warmup=WARMUP_STEPS,
+                warmup=SETTLING_STEPS,
                 active=PROFILED_STEPS,
                 repeat=1,
             ),

@@ -172,7 +172,7 @@ class Run:
             # After an error too, so nothing here waits for the device, which may wait in vain for
             # a rank that is lost.
             self._throughput.end_epoch()
-            self._logger.end_epoch()
+            self._logger.bar.close()
 
     def end_step(self) -> None:
         """Count an optimizer step, log it, agree on a stop, and save if it is time. Collective.
@@ -186,8 +186,7 @@ class Run:
         self._throughput.step()
         if self._profiler is not None:
             self._profiler.step()
-        if self._logger.bar is not None:
-            self._logger.bar.update()
+        self._logger.bar.update()
         if self.device.type == "cpu" or step % CHECK_STEPS == 0:
             self._check_finite(self.metrics, f"on rank {self.rank}")
         if self.is_main and step % args.log_every == 0:

@@ -112,12 +112,9 @@ def _find(technique: str, resume: bool, launch_id: str | None) -> Path | None:
 
 
 def _make_new(technique: str) -> Path:
-    name = f"{technique}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for suffix in ("", *(f"-{i}" for i in range(2, 100))):
-        folder = ROOT / f"{name}{suffix}"
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:  # another run of the same second
-            continue
-    raise UsageError(f"{ROOT} has a hundred runs of this second; pass --run-dir")
+    folder = ROOT / f"{technique}-{time.strftime('%Y%m%d-%H%M%S')}"
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:  # another run of the same second
+        return folder.with_name(f"{folder.name}-{os.getpid()}")
+    return folder
