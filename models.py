@@ -13,10 +13,6 @@ from torch import Tensor, nn
 from utils.errors import UsageError
 
 
-class ModelError(UsageError):
-    """A model that cannot be built here; the message says why."""
-
-
 class ConvNet(nn.Module):
     """Three convolutions with batch normalisation, 65,000 parameters: small and quick on a CPU."""
 
@@ -85,7 +81,7 @@ def resnet18() -> nn.Module:
         from torchvision.models import resnet18 as build
     except (ImportError, RuntimeError) as error:  # RuntimeError: built for another torch
         reason = str(error).splitlines()[0]
-        raise ModelError(
+        raise UsageError(
             f"--model resnet18 needs torchvision, which cannot be imported ({reason}):"
             " install the torchvision that belongs to this torch, or take another model"
         ) from error
@@ -107,7 +103,7 @@ def build_model(name: str) -> nn.Module:
     """Build the model that ``MODELS`` has under ``name``; its weights come from the seed.
 
     Raises:
-        ModelError: a package that the model needs cannot be imported.
+        UsageError: a package that the model needs cannot be imported.
     """
     # The order of memory that convolutions prefer: a fifth faster on a CPU, more with tensor cores.
     return MODELS[name]().to(memory_format=torch.channels_last)  # type: ignore[call-overload]

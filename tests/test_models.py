@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import models
+from utils.errors import UsageError
 
 PARAMETERS = {"convnet": 65_450, "basic": 1_199_882, "linear": 7_850, "mlp": 235_146}
 
@@ -29,5 +30,5 @@ def test_images_in_logits_out_and_every_parameter_has_a_gradient(name):
 def test_resnet18_says_why_it_cannot_be_built(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision", None)
     monkeypatch.setitem(sys.modules, "torchvision.models", None)
-    with pytest.raises(models.ModelError, match="needs torchvision, which cannot be imported"):
+    with pytest.raises(UsageError, match="needs torchvision, which cannot be imported"):
         models.build_model("resnet18")

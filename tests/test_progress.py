@@ -1,5 +1,7 @@
 """The position of a run: fractions of epochs, limits of steps, and the evaluation owed."""
 
+from dataclasses import asdict
+
 import pytest
 
 from utils.errors import UsageError
@@ -18,7 +20,7 @@ def train(progress):
 
 def resumed(before, *arguments):
     progress = Progress(*arguments)
-    progress.restore(before.position())
+    progress.restore(asdict(before))
     return progress
 
 
@@ -61,7 +63,7 @@ def test_more_epochs_go_on_where_a_fraction_ended():
     longer = resumed(short, 105, 10, 1)
     train(longer)
     train(whole)
-    assert longer.position() == whole.position()
+    assert asdict(longer) == asdict(whole)
 
 
 def test_a_limit_of_steps_that_lies_behind_ends_the_run():

@@ -3,7 +3,7 @@
 import io
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +51,10 @@ class Checkpointer:
         state = {
             "format": FORMAT,
             "identity": self.identity,
-            "progress": progress.position(),
+            "progress": asdict(progress),  # the fields of Position
             "model": self.model.state_dict(),
             "optimizer": {names[i]: own for i, own in optimizer_state.items()},
             "scaler": self.scaler.state_dict(),
-            "torch_version": str(torch.__version__),
         }
         # Checked on every rank, so that all of them end here.
         if not _is_finite(state):
@@ -90,8 +89,8 @@ class Checkpointer:
         state = distributed.call_on_rank_0(self._read_newest)
         if state is None:
             return
+        self._check(state, progress)
         try:
-            self._check(state, progress)
             self.model.load_state_dict(state["model"])
             own = self.optimizer.state_dict()
             for i, (name, _) in enumerate(self.model.named_parameters()):
@@ -101,8 +100,6 @@ class Checkpointer:
             if state["scaler"] and self.scaler.is_enabled():
                 self.scaler.load_state_dict(state["scaler"])
             progress.restore(state["progress"])
-        except CheckpointError:
-            raise
         except Exception as error:  # its archive is whole, so somebody changed the content
             raise CheckpointError(
                 f"the checkpoint in {self.folder} is damaged ({describe(error)})"

@@ -30,7 +30,6 @@ class StepProfiler:
 
     def __init__(self, run_dir: Path, device: torch.device, rank: int) -> None:
         self.run_dir, self.device, self.rank = run_dir, device, rank
-        self.steps = 0
         self.report = f"profile: too few steps, it takes {FIRST_STEP} or more"
         activities = [ProfilerActivity.CPU]
         if device.type in ("cuda", "xpu"):
@@ -56,8 +55,7 @@ class StepProfiler:
 
     def step(self) -> None:
         """Note the end of an optimizer step."""
-        self.steps += 1
-        if self.steps in (FIRST_STEP - 1, LAST_STEP):
+        if self.profile.step_num + 1 in (FIRST_STEP - 1, LAST_STEP):
             synchronize(self.device)  # what is recorded begins and ends with an idle device
         self.profile.step()
 
@@ -68,7 +66,7 @@ class StepProfiler:
 
     def _export(self, recorded: profile) -> None:
         path = self.run_dir / "profile" / f"rank{self.rank}.json.gz"
-        steps = min(self.steps, LAST_STEP) - FIRST_STEP + 1
+        steps = min(recorded.step_num, LAST_STEP) - FIRST_STEP + 1
         if steps < 1:
             return
         try:

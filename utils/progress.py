@@ -1,6 +1,6 @@
 """The position of a run: how far it is, and how far it has to go."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from utils.errors import UsageError
@@ -93,10 +93,6 @@ class Progress(Position):
         self.train_sums, self.test_sums = train_sums, test_sums
         self.evaluated_step = self.global_step
         self._close_epoch()
-
-    def position(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
-        return asdict(self)
 
     def restore(self, position: dict[str, Any]) -> None:
         """Take over a checkpoint's position. Its world size, and so its batch, may differ."""
