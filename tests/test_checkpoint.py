@@ -189,8 +189,9 @@ def test_nothing_that_is_not_finite_is_saved(where, rank, tmp_path, monkeypatch)
         saver.optimizer.state_dict()["state"][0]["momentum_buffer"][2, 2] = float("inf")
     if where == "sums":
         progress.test_sums = [float("inf"), 1.0, 10.0]
-    with pytest.raises(CheckpointError, match="not finite at step 2"):
+    with pytest.raises(CheckpointError, match="not finite at step 2") as caught:
         saver.save(progress)
+    assert caught.value.reported_elsewhere == bool(rank), "one line for all ranks"
     assert restored(build(tmp_path)).global_step == 1
 
 

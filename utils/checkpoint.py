@@ -58,10 +58,12 @@ class Checkpointer:
         }
         # Checked on every rank, so that all of them end here.
         if not _is_finite(state):
-            raise CheckpointError(
+            not_finite = CheckpointError(
                 f"weights or losses are not finite at step {progress.global_step}: nothing saved."
                 " Continue from the last checkpoint with a lower --lr or --max-grad-norm"
             )
+            not_finite.reported_elsewhere = distributed.rank() != 0
+            raise not_finite
         if distributed.rank() != 0:
             return
         content = io.BytesIO()

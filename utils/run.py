@@ -204,8 +204,8 @@ class Run:
         """
         progress, train = self.progress, self.metrics.sum_over_ranks()
         test = test.sum_over_ranks()
-        self._check_finite(train, "in training")
-        self._check_finite(test, "on the test set")
+        self._check_finite(train, "in training", reported_elsewhere=not self.is_main)
+        self._check_finite(test, "on the test set", reported_elsewhere=not self.is_main)
         row = {
             "epoch": progress.epoch + 1,
             "images": progress.samples_seen,
@@ -287,13 +287,15 @@ class Run:
             f" {summary['total_seconds']:.1f} s\nsummary in {self.folder}/summary.json"
         )
 
-    def _check_finite(self, metrics: Metrics, where: str) -> None:
+    def _check_finite(self, metrics: Metrics, where: str, reported_elsewhere: bool = False) -> None:
         if metrics.count and not math.isfinite(metrics.loss):
-            raise NonFiniteLoss(
+            error = NonFiniteLoss(
                 f"the loss is {metrics.loss} at step {self.progress.global_step} {where}: continue"
                 " from the last checkpoint with a lower --lr, a longer --warmup-epochs or"
                 " --max-grad-norm"
             )
+            error.reported_elsewhere = reported_elsewhere
+            raise error
 
     def _interrupted(self) -> None:
         self._status.write("failed", reason="interrupted by a second Ctrl-C")
