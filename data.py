@@ -126,7 +126,7 @@ def ignore_stop_signals(worker_id: int) -> None:
     ``scancel`` and Ctrl-C signal every process; a worker that dies of it would turn the orderly
     stop of its parent into a crash.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in signals.STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
