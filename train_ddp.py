@@ -17,7 +17,7 @@ import os
 import sys
 from datetime import timedelta
 
-import utils.early  # noqa: F401  first: it makes settings that torch reads when it is imported
+import utils.early  # noqa: F401  first, since torch reads these settings when it is imported
 
 import torch
 import torch.distributed as dist
@@ -35,12 +35,12 @@ from utils.run import Run
 from utils.weights import load_weights
 
 
-# DDP: this runs in each of several processes, which `launch` below has brought together.
+# DDP: every process calls this function, after `launch` below has brought all of them together.
 def train(args: argparse.Namespace, job: Job) -> int:
-    """Train as ``args`` say and return the exit status."""
+    """Train with the flags ``args``, and return the exit status."""
     train_set, test_set = data.load_dataset(args.dataset, args.data_dir)
-    # DDP: the launcher has numbered the processes: RANK among all, LOCAL_RANK on this machine. Each
-    # takes a device of its own (or the only one that it can see).
+    # DDP: the launcher has numbered the processes: RANK counts over all machines, LOCAL_RANK on
+    # this machine. Each process takes a device of its own, or the only device that it can see.
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     devices = select_devices(args.device, args.devices)
     device = devices[int(os.environ["LOCAL_RANK"]) % len(devices)]
@@ -61,12 +61,13 @@ def train(args: argparse.Namespace, job: Job) -> int:
     if args.data_on_device:
         train_set, test_set = train_set.to(device), test_set.to(device)
     # DDP: --batch-size is the share of each process. The sampler, a DistributedSampler, splits the
-    # epoch before the loaders pack it. The batches of all ranks make one batch of a single process.
+    # epoch before the loaders pack it. Together the batches of all ranks make one batch of a single
+    # process.
     global_batch_size = args.batch_size * args.grad_accum_steps * world_size
     sampler = data.EpochSampler(train_set, global_batch_size, world_size, rank, args.seed)
     options = data.loader_options(test_set, args.num_workers, device)
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, **options)
-    # DDP: an unpadded share of the test set, so that every sample counts exactly once.
+    # DDP: each rank takes an unpadded share of the test set, so every sample counts exactly once.
     test_shard = range(rank, len(test_set), world_size)
     test_loader = DataLoader(test_set, data.EVAL_BATCH_SIZE, sampler=test_shard, **options)
     transform = data.Transform(device, args.dataset, args.augment)
@@ -78,8 +79,8 @@ def train(args: argparse.Namespace, job: Job) -> int:
     if args.compile:
         raw_model.compile()
     precision = Precision(device, args.amp)
-    # DDP: wrapping broadcasts rank 0's weights, so that all ranks start from the same. Ranks with
-    # other data or code would train without an error, so they are compared first.
+    # DDP: wrapping broadcasts rank 0's weights, so all ranks start from the same weights. Ranks
+    # with different data or code would train without an error. So data and code are compared first.
     if args.sync_bn:
         raw_model = nn.SyncBatchNorm.convert_sync_batchnorm(raw_model)
     distributed.check_same(raw_model, train_set, test_set)
@@ -91,9 +92,9 @@ def train(args: argparse.Namespace, job: Job) -> int:
         find_unused_parameters=args.find_unused_parameters,
     )
     model.broadcast_buffers = False  # after wrapping; once before each evaluation is enough
-    # DDP: after its first backward DDP groups the gradients into other buckets, and sums of three
-    # or more ranks then differ in their last bit. One backward that changes nothing comes first, so
-    # that a resumed run adds up as an undisturbed one.
+    # DDP: after its first backward DDP groups the gradients into new buckets. Sums over three or
+    # more ranks then differ in the last bit. So one backward that changes nothing comes first, and
+    # a resumed run computes the same sums as an uninterrupted one.
     images = transform(*train_set[: args.batch_size], train=True)[0]
     distributed.warm_up(model, images, precision.autocast())
 
@@ -102,8 +103,8 @@ def train(args: argparse.Namespace, job: Job) -> int:
     schedule = optim.Schedule(optimizer, len(train_set), args.epochs, args.warmup_epochs)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
 
-    # DDP: rank 0 alone writes folder, checkpoints and logs. All ranks load what it reads. The job
-    # names the ranks that are lost.
+    # DDP: rank 0 alone writes the folder, checkpoints and logs. All ranks load what rank 0 reads.
+    # If ranks are lost, the job names them.
     with Run(args, device, sampler, raw_model, optimizer, scaler, job) as run:
         while not run.progress.is_finished:
             sampler.set_epoch(run.progress.epoch, run.progress.epoch_samples)
@@ -118,13 +119,13 @@ def train(args: argparse.Namespace, job: Job) -> int:
                     # DDP: each rank computes its own batch, with its own copy of the model.
                     outputs = model(images)
                     loss, correct = models.loss_and_correct(outputs, targets, args.label_smoothing)
-                # DDP: averages the gradients over the ranks, bucket by bucket, while they are
-                # computed. optimizer.step() sends nothing.
+                # DDP: the backward averages the gradients over the ranks, bucket by bucket, while
+                # it computes them. optimizer.step() sends nothing.
                 scaler.scale(loss / args.grad_accum_steps).backward()
                 run.metrics.update(loss, correct)
                 if is_last:
                     if args.max_grad_norm:
-                        scaler.unscale_(optimizer)  # or the norm would be that of a multiple
+                        scaler.unscale_(optimizer)  # or the norm would be that of scaled gradients
                         nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
                     schedule.set(run.progress.samples_seen)
                     scaler.step(optimizer)
@@ -133,7 +134,8 @@ def train(args: argparse.Namespace, job: Job) -> int:
                     run.end_step()
             if run.signal:
                 break
-            # DDP: each rank evaluates the model that rank 0 saves, running statistics included.
+            # DDP: each rank evaluates the model that rank 0 saves, with rank 0's running
+            # statistics.
             for buffer in raw_model.buffers():
                 dist.broadcast(buffer, src=0)
             run.end_epoch(evaluate(raw_model, test_loader, transform, precision))
@@ -145,8 +147,8 @@ def main() -> int:
     output.protect()
     signals.install_handlers()
     args = config.parse_args(__file__, __doc__)
-    # DDP: finds out how this process was started, waits for the others, calls `train`, and destroys
-    # the process group on every way out.
+    # DDP: `launch` finds out how this process was started, waits for the others, and calls `train`.
+    # It destroys the process group in any case, also after an error.
     return launch(train, args)
 
 

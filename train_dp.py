@@ -10,7 +10,7 @@ Read it next to train_single.py: `diff train_single.py train_dp.py`.
 import argparse
 import sys
 
-import utils.early  # noqa: F401  first: it makes settings that torch reads when it is imported
+import utils.early  # noqa: F401  first, since torch reads these settings when it is imported
 
 import torch
 from torch import nn
@@ -28,9 +28,9 @@ from utils.weights import load_weights
 
 
 def train(args: argparse.Namespace) -> int:
-    """Train as ``args`` say and return the exit status."""
+    """Train with the flags ``args``, and return the exit status."""
     train_set, test_set = data.load_dataset(args.dataset, args.data_dir)
-    # DP: several devices. The model lives on the first one.
+    # DP: one process uses several devices. The model lives on the first one.
     device, devices = select_devices(args.device, args.devices, args.replicas, args.output_device)
     setup_device(device, args.threads)
     setup_seed(args.seed, args.deterministic)
@@ -53,8 +53,8 @@ def train(args: argparse.Namespace) -> int:
     if args.compile:
         raw_model.compile()
     precision = Precision(device, args.amp)
-    # DP: wrapping copies nothing yet. On a CPU nn.DataParallel would only call the model, hence a
-    # stand-in that runs the same algorithm on CPU threads.
+    # DP: wrapping copies nothing yet. On a CPU nn.DataParallel would only call the model. So a CPU
+    # gets a stand-in, which runs the same algorithm on threads.
     model: nn.DataParallel = CPUDataParallel(raw_model, len(devices))
     if device.type != "cpu":
         model = nn.DataParallel(raw_model, device_ids=devices, output_device=args.output_device)
@@ -73,8 +73,8 @@ def train(args: argparse.Namespace) -> int:
                 is_last = micro_step % args.grad_accum_steps == 0
                 images, targets = transform(images, targets, train=True)
                 with precision.autocast():
-                    # DP: splits the batch, copies the model to every device, runs the copies in
-                    # threads, and gathers their outputs on one device. Each forward does all that.
+                    # DP: every forward splits the batch, copies the model to every device, runs the
+                    # copies in threads, and gathers their outputs on one device.
                     outputs = model(images)
                     loss, correct = models.loss_and_correct(outputs, targets, args.label_smoothing)
                 # DP: the backward sums the gradients of all copies on the first device. The loss is
@@ -83,7 +83,7 @@ def train(args: argparse.Namespace) -> int:
                 run.metrics.update(loss, correct)
                 if is_last:
                     if args.max_grad_norm:
-                        scaler.unscale_(optimizer)  # or the norm would be that of a multiple
+                        scaler.unscale_(optimizer)  # or the norm would be that of scaled gradients
                         nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
                     schedule.set(run.progress.samples_seen)
                     scaler.step(optimizer)

@@ -9,7 +9,7 @@ The baseline. Read train_dp.py and train_ddp.py next to it, as diffs.
 import argparse
 import sys
 
-import utils.early  # noqa: F401  first: it makes settings that torch reads when it is imported
+import utils.early  # noqa: F401  first, since torch reads these settings when it is imported
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from utils.weights import load_weights
 
 
 def train(args: argparse.Namespace) -> int:
-    """Train as ``args`` say and return the exit status."""
+    """Train with the flags ``args``, and return the exit status."""
     train_set, test_set = data.load_dataset(args.dataset, args.data_dir)
     device = select_devices(args.device, args.devices)[0]
     setup_device(device, args.threads)
@@ -69,7 +69,7 @@ def train(args: argparse.Namespace) -> int:
                 run.metrics.update(loss, correct)
                 if is_last:
                     if args.max_grad_norm:
-                        scaler.unscale_(optimizer)  # or the norm would be that of a multiple
+                        scaler.unscale_(optimizer)  # or the norm would be that of scaled gradients
                         nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
                     schedule.set(run.progress.samples_seen)
                     scaler.step(optimizer)
