@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, verified before use, the same for all three scripts."""
+"""Checkpoints, written whole or not at all, verified before use, and the same for all scripts."""
 
 import io
 import math
@@ -29,7 +29,7 @@ class Checkpointer:
         optimizer: only its ``state`` is restored. Its ``param_groups`` would bring back the
             learning rate of the world size that saved it.
         scaler: the gradient scaler. A disabled one has an empty state.
-        identity: what a run cannot change on the way (model, data set, seed), name to value.
+        identity: what has to stay the same in a run (model, data set, seed), name to value.
     """
 
     folder: Path
@@ -42,7 +42,7 @@ class Checkpointer:
         """Write ``last.pt`` on rank 0. The checkpoint before stays as ``previous.pt``.
 
         Raises:
-            CheckpointError: a number is not finite, or disk full, no permission... The
+            CheckpointError: a number is not finite, the disk is full, there is no permission... The
                 checkpoint before is whole.
         """
         # By name, since the order of the parameters may change.
@@ -82,11 +82,11 @@ class Checkpointer:
     def restore(self, progress: Progress) -> None:
         """Load the newest whole checkpoint, if there is one, and its position. Collective.
 
-        Every rank gets the file that rank 0 reads, also if their disks are not shared.
+        Every rank gets the file that rank 0 reads, even if the ranks share no disk.
 
         Raises:
-            CheckpointError: there are checkpoints and none is whole, or it belongs to another
-                model, data set or seed.
+            CheckpointError: no checkpoint is whole, or it belongs to another model, data set or
+                seed.
         """
         state = distributed.call_on_rank_0(self._read_newest)
         if state is None:
@@ -139,7 +139,7 @@ class Checkpointer:
                 continue
             for problem in problems:
                 print(f"warning: {problem}; continuing from {path}", file=sys.stderr)
-                # Or the next save would keep the damaged one, and discard the good one.
+                # Otherwise the next save would keep the damaged file, and discard the good one.
                 (self.folder / "last.pt").unlink()
             return state
         if problems:
@@ -152,7 +152,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """Read a checkpoint of this project.
 
     Raises:
-        CheckpointError: damaged, or not of this version of the project.
+        CheckpointError: the file is damaged, or not of this version of the project.
     """
     state = read_tensors(path)
     number = state.get("format") if isinstance(state, dict) else None

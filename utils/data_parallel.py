@@ -12,14 +12,14 @@ from torch.profiler import record_function
 from utils import device
 from utils.errors import UsageError
 
-START_SECONDS = 60.0  # for all threads of a forward to start
+START_SECONDS = 60.0  # seconds for all threads of a forward to start
 CPU_REPLICAS = 2  # the fewest with which DataParallel splits anything
 
 
 def select_devices(
     kind: str, ids: list[int] | None, replicas: int | None, output_device: int | None
 ) -> tuple[torch.device, list[torch.device]]:
-    """Return the device on which the model lives, and all: GPUs, or the CPU for each replica.
+    """Return the device of the model, and all devices: GPUs, or the CPU once for each replica.
 
     Args:
         kind: as for ``utils.device.select_devices``.
@@ -57,9 +57,10 @@ def select_devices(
 def keep_autocast_dtype(raw_model: nn.Module, precision: device.Precision) -> None:
     """Let every replica compute in the dtype of ``precision``.
 
-    ``parallel_apply`` (torch/nn/parallel/parallel_apply.py) opens autocast in the thread of each
-    replica without a dtype, and the dtype belongs to the thread. A new CUDA thread would compute in
-    fp16 although bf16 was asked for, and without the loss scaling that fp16 needs.
+    The dtype of autocast belongs to a thread. ``parallel_apply``
+    (torch/nn/parallel/parallel_apply.py) opens autocast in the thread of each replica without a
+    dtype. So a new CUDA thread would compute in fp16 instead of bf16, and without the loss scaling
+    that fp16 needs.
     """
 
     def set_dtype(replica: nn.Module, inputs: Any) -> None:
@@ -80,7 +81,7 @@ class CPUDataParallel(nn.DataParallel):
     """
 
     def __init__(self, module: nn.Module, replicas: int) -> None:
-        # Not DataParallel.__init__, which takes the GPUs if there are any, and sets nothing if not.
+        # Not DataParallel.__init__: it would take GPUs if there are any, and set nothing otherwise.
         nn.Module.__init__(self)
         self.module = module
         self.dim = 0
@@ -120,9 +121,9 @@ class CPUDataParallel(nn.DataParallel):
         begun = threading.Barrier(len(replicas))
 
         def work(i: int) -> Any:
-            begun.wait(START_SECONDS)  # or a thread that is done already gets the next replica
+            begun.wait(START_SECONDS)  # otherwise a thread that has finished gets the next replica
             # Grad mode, autocast and thread count belong to the thread. PyTorch passes no dtype
-            # either, see ``keep_autocast_dtype``.
+            # either, as ``keep_autocast_dtype`` explains.
             torch.set_num_threads(self.threads_each)
             with torch.set_grad_enabled(grad), torch.autocast("cpu", enabled=amp):
                 return replicas[i](*inputs[i], **kwargs[i])
@@ -148,7 +149,7 @@ def _replica(module: nn.Module, share: bool) -> nn.Module:
         if parameter is None:
             replica._parameters[name] = None
         else:
-            # No longer a leaf: backward sums what arrives here into the original's grad.
+            # The copy is not a leaf, so backward adds its gradients to the grad of the original.
             copy = parameter.view_as(parameter) if share else parameter.clone()
             setattr(replica, name, copy)
     for name, buffer in module._buffers.items():

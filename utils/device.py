@@ -21,16 +21,16 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3), from malloc.h
 
 
 def select_devices(kind: str, ids: list[int] | None = None) -> list[torch.device]:
-    """Return the devices to use, in the order of ``ids``; all of that kind where it is None.
+    """Return the devices to use, in the order of ``ids``. If it is None, return all of that kind.
 
     Args:
         kind: ``auto``, ``cpu``, ``cuda``, ``mps`` or ``xpu``.
         ids: logical device ids, counted after ``CUDA_VISIBLE_DEVICES``.
 
     Raises:
-        UsageError: a device that is not there.
+        UsageError: a device does not exist.
     """
-    # A CUDA build names cuda as its accelerator on a machine without a GPU, too.
+    # A CUDA build names cuda as its accelerator even on a machine without a GPU.
     available = torch.accelerator.is_available() and torch.accelerator.current_accelerator()
     found = available.type if available else "cpu"
     if kind not in ("auto", "cpu", found):
@@ -53,9 +53,9 @@ def select_devices(kind: str, ids: list[int] | None = None) -> list[torch.device
 def setup_device(device: torch.device, threads: int | None, processes: int = 1) -> None:
     """Make ``device`` the current one and bound this process's CPU threads.
 
-    Torch would take every core in each process, so the cores are shared out. A user's own
-    ``OMP_NUM_THREADS`` counts below ``--threads``, except under torchrun, which sets it to 1 where
-    a user has not, and does not tell the processes.
+    Torch would take every core in each process, so the processes share the cores. Without
+    ``--threads`` the user's ``OMP_NUM_THREADS`` counts. Under torchrun it does not count: torchrun
+    sets it to 1 if the user has not, and a process cannot know who set it.
 
     Args:
         device: as ``select_devices`` returns it.
@@ -69,20 +69,21 @@ def setup_device(device: torch.device, threads: int | None, processes: int = 1) 
     torch.set_num_threads(threads or max(1, usable_cores() // processes))
     _keep_freed_memory()
     if device.type in ("cuda", "xpu"):
-        # Before anything is allocated, or each rank would also open a context on device 0.
+        # This comes before any allocation. Otherwise each rank would also open a context on device
+        # 0.
         torch.get_device_module(device).set_device(device.index)
 
 
 def _keep_freed_memory() -> None:
     """Let glibc keep what tensors free for the next ones.
 
-    It returns blocks of some megabytes to the kernel, which has to clear every page again at the
-    next operation: a third of the time of a training step on a CPU. See mallopt(3); elsewhere than
-    on glibc nothing happens.
+    By default glibc returns blocks of some megabytes to the kernel. The kernel has to clear every
+    page again for the next operation. That takes a third of a training step on a CPU. See
+    mallopt(3). Without glibc nothing happens.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # the most that it takes
+        libc.mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # the largest value that it accepts
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
@@ -90,13 +91,13 @@ def _keep_freed_memory() -> None:
 def import_dynamo() -> None:
     """Import what the first optimizer and DDP's constructor import in any case, a third sooner.
 
-    On its way Python would look for garbage, several times, in all that PyTorch consists of, later
-    in the midst of the training, and at the end for another second. Nothing of it is garbage.
+    During this import Python would search all objects of PyTorch for garbage, several times. It
+    would do so again during training, and for another second at the end. Nothing there is garbage.
     """
     gc.disable()
     importlib.import_module("torch._dynamo")
     gc.freeze()
-    if "triton" in sys.modules:  # at the end its nanobind would take what is left for leaks
+    if "triton" in sys.modules:  # or its nanobind would report leaks at the end
         atexit.register(gc.unfreeze)
     gc.enable()
 
@@ -111,10 +112,10 @@ def usable_cores() -> int:
 
 
 def setup_seed(seed: int, deterministic: bool = False) -> None:
-    """Seed all generators, and with ``deterministic`` refuse operations that are not."""
+    """Seed all generators. With ``deterministic`` refuse operations that are not reproducible."""
     torch.manual_seed(seed)
     if deterministic:
-        # cuBLAS reads this when it starts, which is later.
+        # cuBLAS starts later, and reads this then.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
@@ -123,16 +124,17 @@ def setup_seed(seed: int, deterministic: bool = False) -> None:
 def seed_step(device: torch.device, seed: int, rank: int, samples_seen: int) -> None:
     """Seed the generators for one optimizer step from where it stands in training.
 
-    So ranks draw different dropout and shifts, and a resumed run draws what the undisturbed one
-    would have, although no generator's state is stored.
+    So ranks draw different dropout and shifts. A resumed run draws what an uninterrupted run would
+    draw, although no generator's state is stored.
     """
-    # The CPU's generator takes 32 bits of a seed and no more.
+    # The CPU's generator uses only 32 bits of a seed.
     value = zlib.crc32(f"{seed}/{rank}/{samples_seen}".encode())
-    # ``torch.manual_seed`` would visit every backend, 25 times as long.
+    # ``torch.manual_seed`` would visit every backend, which takes 25 times as long.
     torch.default_generator.manual_seed(value)
     if device.type in ("cuda", "xpu"):
         for index, generator in enumerate(torch.get_device_module(device).default_generators):
-            # DataParallel's replicas draw on each device. The first draws as a single one would.
+            # DataParallel's replicas draw on each device. The first one draws what a single device
+            # would.
             generator.manual_seed(value + index - device.index)
     elif device.type == "mps":
         torch.mps.manual_seed(value)
@@ -150,20 +152,20 @@ class Precision:
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
-        """Return the context of a forward: autocast if it is on, and the name in a profile."""
+        """Return the context of a forward: autocast if it is on, and a name for the profile."""
         enabled = self.dtype is not None
         with record_function("forward"), torch.autocast(self.device_type, self.dtype, enabled):
             yield
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until ``device`` has done all that it was given; a CPU has."""
+    """Wait until ``device`` has finished all its work. A CPU always has."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes ever in use: of the GPU by this process, or of this process."""
+    """Return the peak memory in bytes: of this process on the GPU, or of the process itself."""
     if device.type in ("cuda", "xpu"):
         return torch.get_device_module(device).max_memory_allocated(device)
     import resource

@@ -1,7 +1,7 @@
 """What the ranks of a process group do together.
 
-Every rank must call a function marked *collective*, in the same order. Where there is no process
-group, as in train_single.py and train_dp.py, these functions return their argument: one process is
+All ranks must call the functions marked *collective*, in the same order. Without a process group,
+as in train_single.py and train_dp.py, these functions return their argument: a single process is
 rank 0 of one.
 """
 
@@ -21,7 +21,8 @@ from data import ImageSet, fingerprint
 from utils.errors import UsageError, UserError, describe
 
 Result = TypeVar("Result")
-# Each rank adds it to a sum. Another call that gloo pairs with the sum has another multiple of it.
+# Each rank adds this mark to a sum. If gloo pairs the sum with another call, the marks do not add
+# up.
 CHECK_VALUE = 1021.0
 
 
@@ -56,7 +57,7 @@ def choose_backend(backend: str, device: torch.device) -> str:
     """Return the backend to use on a device: ``auto`` is nccl for CUDA, gloo otherwise.
 
     Raises:
-        UsageError: it is not in this build, or cannot work here.
+        UsageError: the backend is not in this build, or cannot work here.
     """
     if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL" and device.type == "cpu":
         raise UsageError(
@@ -80,7 +81,7 @@ def call_on_rank_0(function: Callable[..., Result], *args: Any) -> Result:
     """Call a function on rank 0, and return its result or raise its error on all. Collective.
 
     Args:
-        function: its result is pickled.
+        function: called on rank 0. Its result is pickled.
 
     Raises:
         UserError: the same on all ranks. If rank 0 raises any other exception, the other ranks
@@ -97,7 +98,7 @@ def call_on_rank_0(function: Callable[..., Result], *args: Any) -> Result:
             raised, outcome[1:] = error, [str(error), error.exit_status]
         except Exception as error:
             raised, outcome[1:] = error, [f"rank 0 failed ({describe(error)})", 1]
-    # PyTorch sends objects over gloo if the group has it, and leaves the GPU's queue alone.
+    # PyTorch sends objects over gloo if the group has it. So the GPU's queue is not disturbed.
     dist.broadcast_object_list(outcome, src=0)
     if raised is not None:
         raise raised
@@ -112,8 +113,9 @@ def call_on_rank_0(function: Callable[..., Result], *args: Any) -> Result:
 class AgreedMax:
     """Return the largest number of all ranks, one call late. Collective, called at every step.
 
-    The next call reads what a call begins. In between the numbers are sent beside the training, and
-    no rank waits for another. The first call returns 0. A rank alone gets its number at once.
+    Each call starts to send a number, and the next call reads the result. In between, the numbers
+    are sent beside the training, and no rank waits for another. The first call returns 0. Without
+    other ranks a call returns its own number at once.
 
     Raises:
         OutOfStep: another rank called something else.
@@ -166,7 +168,7 @@ def gather(number: int) -> list[int]:
 
 
 def check_same(model: nn.Module, train_set: ImageSet, test_set: ImageSet) -> None:
-    """Compare what DDP does not: it looks at the parameters' sizes and strides alone. Collective.
+    """Compare what DDP does not, which looks at the parameters' sizes and strides only. Collective.
 
     Every rank compares itself with rank 0: the data, the names, shapes and dtypes of parameters and
     buffers, what is frozen, and the source of the model's classes.
@@ -176,7 +178,7 @@ def check_same(model: nn.Module, train_set: ImageSet, test_set: ImageSet) -> Non
         train_set, test_set: all samples, before the ranks share them out.
 
     Raises:
-        UsageError: a rank differs. All ranks raise the same.
+        UsageError: a rank differs. All ranks raise the same error.
     """
     own = {"training data": fingerprint(train_set), "test data": fingerprint(test_set)}
     own |= {name: _describe(parameter) for name, parameter in model.named_parameters()}
@@ -213,14 +215,15 @@ def _source_hash(model: nn.Module) -> str:
 
 
 def warm_up(model: DistributedDataParallel, images: Tensor, autocast: Any) -> None:
-    """Let DDP make its buckets, by a step that changes nothing. Collective.
+    """Let DDP make its final buckets, in a step that changes nothing. Collective.
 
     DDP groups the gradients into new buckets after its first backward. Sums of three or more ranks
     then differ in their last bit. After this step a fresh run and a resumed one are bit-identical.
 
     Args:
         images: a batch, on the model's device.
-        autocast: the context of a forward in training, or a compiled model would compile twice.
+        autocast: the context of a forward in training. With another one a compiled model would
+            compile twice.
     """
     buffers = [buffer.clone() for buffer in model.buffers()]
     with autocast:

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
-MAX_TEXT = 2000  # characters that a line takes from elsewhere
+MAX_TEXT = 2000  # characters of a message
 
 
 class UserError(Exception):
     """An error whose message is for the user. Any other exception is a bug, with its traceback.
 
-    The message is a printable line, whatever it quotes: names from files and from other processes.
+    The message is a printable line, even if it quotes names from files or other processes.
 
     Attributes:
         exit_status: with which the process ends.
@@ -39,9 +39,9 @@ class UsageError(UserError):
 
 
 def printable(text: str) -> str:
-    """Return a text as one line, with what would move a terminal's cursor escaped.
+    """Return a text as one line, in which control characters are escaped.
 
-    Of a long one the middle is left out: what to do stands at the end.
+    The middle of a long text is left out, since what to do stands at the end.
     """
     if len(text) > MAX_TEXT:
         text = f"{text[: MAX_TEXT // 2]} ... {text[-MAX_TEXT // 2 :]}"
@@ -49,14 +49,14 @@ def printable(text: str) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Return what an error is, and the first line of what it says, printable."""
+    """Return an error's type and the first line of its message, printable."""
     return printable(": ".join([type(error).__name__, *str(error).splitlines()[:1]]))
 
 
-REPORT_SECONDS = 10.0  # for a rank to say what is wrong for all of its node: it may still import
+REPORT_SECONDS = 10.0  # for the rank that reports for its node, which may still be importing
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 MEMORY = "out of memory: lower --batch-size, or raise --grad-accum-steps to keep the global batch"
-# Part of the text of an error of PyTorch or the system, and what to say instead.
+# A part of an error's text, by PyTorch or the system, and what to say instead.
 KNOWN = {
     "can't allocate memory": MEMORY,
     "Too many open files": "too many open files: raise `ulimit -n` (1024 will do), or lower"
@@ -87,7 +87,7 @@ def explain(error: Exception) -> Exception:
             return (UsageError if message.startswith("--") else UserError)(message)
     if isinstance(error, OSError) and error.filename:
         return UserError(f"{error.filename2 or error.filename}: {error.strerror}")
-    # A worker that died may also show as a connection that broke while it sent a batch.
+    # A worker that dies while it sends a batch shows as a broken connection.
     functions = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
     is_broken = isinstance(error, EOFError | ConnectionError) and "_try_get_data" in functions
     if is_broken or text.startswith("DataLoader worker"):
@@ -99,7 +99,7 @@ def explain(error: Exception) -> Exception:
 
 
 def guard(run: Callable[..., int], *args: object) -> int:
-    """Call ``run(*args)`` and return the exit status. A ``UserError`` is one line on stderr."""
+    """Call ``run(*args)`` and return the exit status. A ``UserError`` is a line on stderr."""
     name = Path(sys.argv[0]).name
     try:
         return run(*args)
@@ -123,8 +123,8 @@ def guard(run: Callable[..., int], *args: object) -> int:
 def let_another_rank_report() -> None:
     """Wait, before this rank ends with an error that another one reports.
 
-    Launchers end all ranks as soon as one has failed, and that one might not have spoken yet. When
-    it has, the launcher's SIGTERM ends the waiting.
+    Launchers end all ranks as soon as one has failed. At that time the reporting rank may not have
+    printed its message yet. Once that rank has ended, the launcher's SIGTERM ends this wait.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(REPORT_SECONDS)
@@ -133,12 +133,12 @@ def let_another_rank_report() -> None:
 def end_workers() -> None:
     """End loader processes that an exception left behind.
 
-    They ignore stop signals, SIGTERM among them, with which multiprocessing's exit handler would
-    ask them to end; it then waits for them without a limit.
+    Loader processes ignore stop signals. multiprocessing's exit handler would send them SIGTERM,
+    and then wait for them without a limit.
     """
     workers = multiprocessing.active_children()
     if workers:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the loader's, which raises on a dead worker
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the loader's raises on a dead worker
     for worker in workers:
         with suppress(ProcessLookupError):
             worker.kill()

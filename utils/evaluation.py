@@ -20,8 +20,8 @@ def evaluate(
 ) -> Metrics:
     """Return loss, correct predictions and count of the loader's samples, as sums.
 
-    Takes the unwrapped model. Each rank may hold a different number of batches, or none, and a
-    forward of DDP may be a collective.
+    The model is the unwrapped one, because a forward of DDP may be a collective. Each rank may have
+    a different number of batches, or none.
     """
     raw_model.eval()
     metrics = Metrics(transform.device)

@@ -1,4 +1,4 @@
-"""What a run reports: console, TensorBoard, metrics.jsonl."""
+"""The reports of a run: console, TensorBoard, metrics.jsonl."""
 
 import json
 import threading
@@ -10,10 +10,10 @@ from tqdm import tqdm
 from utils.files import replace_file
 from utils.progress import Progress
 
-# tqdm's own lock is shared between processes, whose semaphore a rank that ends at once leaves.
+# tqdm's own lock is a semaphore between processes. A rank that ends at once would leave it behind.
 tqdm.set_lock(threading.RLock())
 
-FEW_STEPS = 100  # fewer get a line: large batches need as many steps as small ones to get far
+FEW_STEPS = 100  # fewer get a line, since large batches need as many steps as small ones
 
 
 class Logger:
@@ -60,7 +60,7 @@ class Logger:
             lines["resumed"] = f"at step {facts['resumed_from']}"
         for name, value in lines.items():
             print(f"{name:<8}{value}")
-        # Narrow enough for half a screen.
+        # The table is narrow enough for half a screen.
         print(
             f"{'':5} {'--- train ---':>13} {'---- test ---':>13}\n"
             f"epoch {'loss':>6} {'acc':>6} {'loss':>6} {'acc':>6} {'images/s':>8} {'time':>6}",
@@ -76,7 +76,7 @@ class Logger:
             dynamic_ncols=True,
             bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}, {remaining} left"
             "{postfix}",
-            # tqdm's None: no bar if stderr is a file, which would fill up with its frames.
+            # None means: no bar if stderr is a file, which would fill up with the bar's frames.
             disable=None if self.show_bar else True,
         )
 
@@ -119,7 +119,8 @@ class Logger:
         if not path.exists():
             return
         for line in path.read_bytes().splitlines(keepends=True):
-            # A kill can cut the last line. The last row may be of an epoch that --max-steps ended.
+            # A kill can cut the last line. The last row may belong to an epoch that --max-steps
+            # ended.
             if line.endswith(b"\n"):
                 row = json.loads(line)
                 is_last = self.progress.is_finished and row["global_step"] == step
@@ -130,7 +131,7 @@ class Logger:
     def _scalars(self, values: dict[str, float | None]) -> None:
         if not self.tensorboard:
             return
-        if self.writer is None:  # opened late, since its import takes a while
+        if self.writer is None:  # imported late, since this takes a while
             from torch.utils.tensorboard import SummaryWriter
 
             # TensorBoard discards events beyond the checkpoint that the run starts from.

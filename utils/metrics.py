@@ -9,9 +9,9 @@ from utils import distributed
 class Metrics:
     """Sums of loss, correct predictions and samples, kept on the device.
 
-    Averages of averages are wrong as soon as two processes hold different numbers of samples. So
-    numerator and denominator are summed together, and the division comes last. Nothing here waits
-    for the device until a number is read.
+    An average of averages is wrong as soon as two processes have different numbers of samples. So
+    numerator and denominator are summed, and the division comes last. Nothing here waits for the
+    device until a number is read.
     """
 
     def __init__(self, device: torch.device, sums: list[float] | None = None) -> None:

@@ -8,18 +8,18 @@ from torch import nn
 from utils.device import import_dynamo
 
 WARMUP_START = 0.1  # of the peak at the first step
-LONGEST_WARMUP = 0.3  # of the training; a single epoch of warm-up would leave nothing of one
+LONGEST_WARMUP = 0.3  # of the training, since a run of one epoch would otherwise be all warm-up
 RULES = ("capped-linear", "linear", "sqrt", "none")
-LARGEST_RATIO = 4  # of the rate to that of the reference batch, where linear scaling is capped
+LARGEST_RATIO = 4  # of a rate to that of the reference batch, at which linear scaling is capped
 
 
 def scale_lr(lr: float, rule: str, global_batch_size: int, reference: int) -> float:
     """Return the learning rate for a global batch, given the one for the reference batch.
 
-    ``linear`` is the rule of Goyal et al. (https://arxiv.org/abs/1706.02677), to be used with
-    warm-up; ``sqrt`` that of Krizhevsky (https://arxiv.org/abs/1404.5997). ``capped-linear`` is
-    linear up to ``LARGEST_RATIO``: an epoch of large batches has too few steps to recover from long
-    ones.
+    ``linear`` is the rule of Goyal et al. (https://arxiv.org/abs/1706.02677), which needs a
+    warm-up. ``sqrt`` is the rule of Krizhevsky (https://arxiv.org/abs/1404.5997). ``capped-linear``
+    is linear up to ``LARGEST_RATIO``. Beyond, an epoch of large batches has too few steps to
+    recover from steps that are too long.
     """
     ratio = global_batch_size / reference
     factors = min(ratio, LARGEST_RATIO), ratio, math.sqrt(ratio), 1.0
@@ -29,7 +29,7 @@ def scale_lr(lr: float, rule: str, global_batch_size: int, reference: int) -> fl
 def build_optimizer(
     model: nn.Module, lr: float, momentum: float, weight_decay: float
 ) -> torch.optim.Optimizer:
-    """Build SGD, with Nesterov's momentum where there is any (which torch has only then)."""
+    """Build SGD. It uses Nesterov's momentum, which torch accepts only with a momentum above 0."""
     import_dynamo()
     optimizer = torch.optim.SGD(
         model.parameters(),
@@ -40,8 +40,9 @@ def build_optimizer(
         fused=all(p.device.type in ("cpu", "cuda") for p in model.parameters()),
     )
     if momentum > 0:
-        # What the first step would make. The fused SGD fails (torch 2.15) where a parameter has its
-        # first gradient later than others: a branch of the network that was not taken before.
+        # The first step would make these buffers. But the fused SGD fails (torch 2.15) if a
+        # parameter gets its first gradient later than others, as in a branch of the network that
+        # was not taken before.
         for parameter in model.parameters():
             if parameter.requires_grad:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -51,9 +52,9 @@ def build_optimizer(
 class Schedule:
     """Linear warm-up, then half a cosine to zero, as a function of samples seen.
 
-    Not one of ``torch.optim.lr_scheduler``: those count steps, whose number and size change with
-    the world size, and ``OneCycleLR`` refuses to go on when its ``total_steps`` changed. A pure
-    function of the position has nothing to store and nothing to restore.
+    The schedulers of ``torch.optim.lr_scheduler`` count steps, whose number and size change with
+    the world size. ``OneCycleLR`` refuses to continue if its ``total_steps`` changed. A pure
+    function of the position has no state to save and to load.
 
     Args:
         optimizer: its learning rates are taken as the peak.
@@ -75,7 +76,7 @@ class Schedule:
         self.warmup_samples = min(warmup_epochs, LONGEST_WARMUP * epochs) * epoch_size
 
     def factor(self, samples_seen: int) -> float:
-        """Return the learning rate of the step after ``samples_seen``, as 0 to 1 of its peak."""
+        """Return the learning rate of the step after ``samples_seen``, as a share of its peak."""
         if samples_seen < self.warmup_samples:
             return WARMUP_START + (1 - WARMUP_START) * samples_seen / self.warmup_samples
         left = (self.total_samples - samples_seen) / (self.total_samples - self.warmup_samples)

@@ -1,4 +1,4 @@
-"""Output that may fail without the training."""
+"""Output that may fail while the training goes on."""
 
 import io
 import os
@@ -8,9 +8,10 @@ from typing import Any
 
 
 class _LossyFile(io.FileIO):
-    """A descriptor that loses what nobody takes, instead of ending the training.
+    """A descriptor that drops what nobody reads, instead of ending the training.
 
-    A closed pipe (``| head -1``) or a full disk behind a redirection fails at any ``print``.
+    With a closed pipe (``| head -1``) or a full disk behind a redirection, any ``print`` would
+    fail.
     """
 
     def write(self, content: Any) -> int:
@@ -20,9 +21,9 @@ class _LossyFile(io.FileIO):
 
 
 def protect() -> None:
-    """Let the training outlive whoever reads its output, and print names that no terminal can.
+    """Let training go on when nobody reads its output, or when a terminal cannot show a name.
 
-    Called before anything opens a file, which would take the place of a closed descriptor.
+    Call it before anything opens a file, because that file would get a closed descriptor's number.
     """
     for number in range(3):
         try:
@@ -31,7 +32,7 @@ def protect() -> None:
             os.open(os.devnull, os.O_RDWR)
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
-        if stream is None or type(stream) is io.TextIOWrapper:  # none that a program has put there
+        if stream is None or type(stream) is io.TextIOWrapper:  # not a program's own
             file = io.BufferedWriter(_LossyFile(number, "w", closefd=False))
             encoding = stream.encoding if stream else "utf-8"
             setattr(sys, name, io.TextIOWrapper(file, encoding, "backslashreplace", None, True))

@@ -1,4 +1,4 @@
-"""The run directory: which folder it is, and whether this process may write to it."""
+"""The run directory: which folder a run gets, and whether this process may write to it."""
 
 import os
 import time
@@ -10,7 +10,7 @@ from utils.files import Locked, lock_file
 from utils.status import read_status
 
 ROOT = Path("runs")
-# What may lie in a folder that --resume is to begin in: files of a run, and logs of launchers.
+# With --resume a run may begin in a folder with these files: those of a run, and launchers' logs.
 KNOWN = (".*", "args.json", "metrics.jsonl", "events.out.*", "*.log", "*.out", "*.err")
 
 
@@ -32,7 +32,7 @@ class RunDir:
 
 
 def open_run(path: str | None, technique: str, resume: bool) -> RunDir:
-    """Choose, create and lock the folder of a run. Called in one process of a job.
+    """Choose, create and lock the folder of a run. Only one process of a job calls this.
 
     If the folder carries the launcher's own name of this job, the launcher restarted the job, and
     the run continues without ``--resume``.
@@ -43,7 +43,7 @@ def open_run(path: str | None, technique: str, resume: bool) -> RunDir:
         resume: whether to continue a run.
 
     Raises:
-        UsageError: the folder holds another run, or is in use, or cannot be written.
+        UsageError: the folder holds another run, is in use, or cannot be written.
     """
     launch_id = _torchrun_id()
     if path and not path.isprintable():  # a newline, a zero byte, or no UTF-8
@@ -76,7 +76,7 @@ def open_run(path: str | None, technique: str, resume: bool) -> RunDir:
 
 
 def _check_begin(folder: Path) -> None:
-    """Say that ``--resume`` begins a run in a folder without one, and refuse a folder of others."""
+    """Say that ``--resume`` begins a new run here, and refuse a folder with files of others."""
     for path in folder.rglob("*"):
         if path.is_file() and not any(map(path.match, KNOWN)):
             raise UsageError(
@@ -89,8 +89,8 @@ def _check_begin(folder: Path) -> None:
 def _torchrun_id() -> str | None:
     """Return torchrun's name of this job, the same after a restart, or None without torchrun.
 
-    The name is the word "none" unless the user gave one. Then the agent's process identifies the
-    job, since a restart keeps the agent.
+    If the user gave no name, it is the word "none". Then the agent's process identifies the job,
+    since a restart keeps the agent.
     """
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if run_id == "none":
@@ -99,7 +99,7 @@ def _torchrun_id() -> str | None:
 
 
 def _find(technique: str, resume: bool, launch_id: str | None) -> Path | None:
-    """Return this script's latest run with ``resume``, or the one that this launcher started."""
+    """Return the folder of this launcher's run, or with ``resume`` that of the latest run."""
     paths = sorted(ROOT.glob("*/status.json"), key=lambda path: path.stat().st_mtime)
     for path in reversed(paths):
         status = read_status(path.parent)

@@ -14,9 +14,9 @@ from types import FrameType
 from utils.errors import UserError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-# A terminal sends Ctrl-C to every process, and launchers pass it on: one may arrive twice.
+# A terminal sends Ctrl-C to every process, and launchers pass it on. So one may arrive twice.
 SAME_CTRL_C_SECONDS = 1.0
-INTERRUPT_SECONDS = 2.0  # for ``before_interrupt``, since a file system may hang
+INTERRUPT_SECONDS = 2.0  # limit for ``before_interrupt``, since a file system may hang
 
 
 class Stopped(UserError):
@@ -33,7 +33,7 @@ _before_interrupt: Callable[[], None] | None = None
 
 
 def received() -> int:
-    """Return the first stop signal that this process got, or 0. Every wait looks at it."""
+    """Return the first stop signal that this process got, or 0. Every wait checks it."""
     return _received
 
 
@@ -54,8 +54,8 @@ def install_handlers() -> None:
 
     A second Ctrl-C, more than a second after the first signal, ends the process at once.
     """
-    # Python calls a handler between two of its instructions, and a backward of half a minute is
-    # one. What CPython writes to this pipe comes at once, and in the order of the signals.
+    # Python calls a handler only between two of its instructions, and a backward of half a minute
+    # is one instruction. CPython writes to this pipe at once, and in the order of the signals.
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -65,18 +65,18 @@ def install_handlers() -> None:
 
 
 def before_interrupt(function: Callable[[], None] | None) -> None:
-    """Have a function called, from another thread, before a second Ctrl-C ends the process.
+    """Let another thread call a function before a second Ctrl-C ends the process.
 
     Args:
-        function: replaces the previous one. None for none. What it has not done after
-            ``INTERRUPT_SECONDS`` stays undone.
+        function: replaces the previous function, and None removes it. After ``INTERRUPT_SECONDS``
+            the process ends even if the function has not returned.
     """
     global _before_interrupt
     _before_interrupt = function
 
 
 def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> None:
-    """Do nothing. Without a handler in Python nothing would be written to the pipe."""
+    """Do nothing. CPython writes to the pipe only if there is a handler in Python."""
 
 
 def _watch(reader: int) -> None:
@@ -95,7 +95,7 @@ def _watch(reader: int) -> None:
 def _end_at_once() -> None:
     status = 128 + signal.SIGINT
     threading.Timer(INTERRUPT_SECONDS, os._exit, (status,)).start()
-    if multiprocessing.parent_process() is None:  # one line will do for all ranks of --nprocs
+    if multiprocessing.parent_process() is None:  # one line is enough for all ranks of --nprocs
         with suppress(OSError):
             os.write(2, f"{Path(sys.argv[0]).name}: interrupted\n".encode())
     if _before_interrupt is not None:

@@ -1,4 +1,4 @@
-"""The state of a run, for whoever looks later: ``status.json``."""
+"""The state of a run, for people and tools that look later: ``status.json``."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ def read_status(folder: Path) -> dict[str, Any]:
     """Return the content of ``status.json``, or nothing if there is no run.
 
     Raises:
-        UsageError: somebody has changed the file.
+        UsageError: the file is damaged.
     """
     path = folder / "status.json"
     if not path.exists():
@@ -65,7 +65,7 @@ class Status:
         parser.add_argument("--resume", action="store_true")
         parser.add_argument("--run-dir")
         parser.add_argument("--init-weights")
-        _, arguments = parser.parse_known_args()  # without these, which the continuation replaces
+        _, arguments = parser.parse_known_args()  # without flags that are set below
         launcher = "python"
         if self.technique == "ddp" and "TORCHELASTIC_RUN_ID" in os.environ:
             processes = f"--nproc_per_node {os.environ.get('LOCAL_WORLD_SIZE')}"

@@ -13,7 +13,7 @@ WARMUP_STEPS = 5  # left out of images/s: caches fill, cuDNN and DDP's buckets s
 
 
 class Throughput:
-    """Times the steps of a run. It waits for the device only where a period begins or ends.
+    """Time the steps of a run. The clock waits for the device only when a period begins or ends.
 
     Args:
         device: of this process.
@@ -66,7 +66,7 @@ class Throughput:
 
 
 def seconds_since_start() -> float:
-    """Return the age of this process in seconds, the interpreter's start included."""
+    """Return the age of this process in seconds, including the start of the interpreter."""
     with contextlib.suppress(OSError):
         # Field 22 of proc(5)'s stat, counted from behind the command's closing bracket.
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])

@@ -1,4 +1,4 @@
-"""Weights in files: read safely, compared before use, and identified by a hash."""
+"""Weights in files, read safely, compared before use, and identified by a hash."""
 
 import hashlib
 import pickle
@@ -27,7 +27,8 @@ def read_tensors(path: Path) -> Any:
     find it.
 
     Raises:
-        CheckpointError: missing, damaged, or holding more than tensors and plain values.
+        CheckpointError: the file is missing or damaged, or holds more than tensors and plain
+            values.
     """
     try:
         if zipfile.is_zipfile(path):
@@ -40,7 +41,7 @@ def read_tensors(path: Path) -> Any:
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist") from None
     except pickle.UnpicklingError as error:
-        # torch's own message advises weights_only=False, which would run the file's code.
+        # torch's own message advises weights_only=False, but that would run code in the file.
         raise CheckpointError(
             f"{path} is refused: it is damaged, or holds more than tensors and plain values,"
             " and such a file can run code when it is loaded"
@@ -71,9 +72,9 @@ def match_weights(own: dict[str, Tensor], given: dict[str, Any]) -> tuple[list[s
 def load_weights(model: nn.Module, path: str) -> None:
     """Copy into ``model`` the weights of a file that fit by name and shape. Rank 0 reports which.
 
-    The file may be a checkpoint of this project, a state dict, or a dict that holds one under a
-    key of ``CONTAINERS``. The prefixes of DP, DDP and ``torch.compile`` are removed. Everything is
-    compared before anything is copied.
+    The file may be a checkpoint of this project, a state dict, or a dict that has a state dict
+    under a key of ``CONTAINERS``. The prefixes of DP, DDP and ``torch.compile`` are removed.
+    Everything is compared before anything is copied.
 
     Raises:
         CheckpointError: the file cannot be read, or nothing in it fits.

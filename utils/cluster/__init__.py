@@ -1,1 +1,1 @@
-"""What keeps a training alive on a real cluster: launch, meeting, failures, stops, run folder."""
+"""What a run needs on a real cluster: launchers, the meeting of ranks, the names of lost ranks."""

@@ -14,14 +14,14 @@ def call_within(
 ) -> Any:
     """Return ``function(*args)``, called in a thread that is left behind if it does not return.
 
-    PyTorch's stores wait without a limit for a host that is stopped, and resolvers for minutes.
+    PyTorch's stores wait without a limit for a host that is stopped. Resolvers wait for minutes.
 
     Args:
         seconds: to wait at most.
-        check: called now and then meanwhile; what it raises ends the waiting.
+        check: called now and then during the wait. An exception in it ends the wait.
 
     Raises:
-        TimeoutError: it has not returned in time.
+        TimeoutError: the function has not returned in time.
     """
     future: Future[Any] = Future()
 

@@ -1,4 +1,4 @@
-"""The ranks of this node as child processes, where no launcher starts them (``--nprocs``)."""
+"""The ranks of this node as child processes, if no launcher starts them (``--nprocs``)."""
 
 import argparse
 import logging
@@ -21,9 +21,9 @@ from utils.cluster.launchers import Launch, die_with_parent, read_address, read_
 from utils.errors import UsageError
 
 POLL_SECONDS = 0.1
-# When a rank has failed the others get SIGTERM after this time, and SIGKILL after twice this time.
-# They need it to find out who is lost (failures.BUSY_SECONDS) and to destroy the process group
-# (launch.DESTROY_SECONDS).
+# After a rank has failed, the others get SIGTERM after this time, and SIGKILL after twice this
+# time. They need this time to find out who is lost (failures.BUSY_SECONDS), and to destroy the
+# process group (launch.DESTROY_SECONDS).
 GRACE_SECONDS = 9.0
 
 
@@ -53,34 +53,34 @@ def spawn(start: Callable[[Launch], int], args: argparse.Namespace) -> int:
     try:
         return _wait_for(context, first) or stopped.value
     finally:
-        for child in context.processes:  # all have ended, unless an exception brought us here
+        for child in context.processes:  # all children have ended, unless there was an exception
             child.kill()
 
 
 def _child(local_rank: int, start: Callable[[Launch], int], launch: Launch, stopped: Any) -> None:
     output.protect()
     signals.install_handlers()
-    # spawn hands itself down: loader workers would import torch anew, where they are forked else.
+    # A child inherits the start method spawn. With it each loader worker would import torch again.
     mp.set_start_method(None, force=True)
     die_with_parent(launch)
     parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:  # it died before the kernel could know
+    if parent is not None and os.getppid() != parent.pid:  # it died before the request
         os._exit(1)
     try:
         status = start(replace(launch, rank=launch.rank + local_rank, local_rank=local_rank))
     except Exception:  # a bug: with the traceback of this rank alone
         traceback.print_exc()
         status = 1
-    if status > 128:  # to end by agreement is no failure, for which the others would be killed
+    if status > 128:  # an agreed stop is no failure, after which the others would be killed
         stopped.value, status = status, 0
     end_process(status)
 
 
 def end_process(status: int) -> NoReturn:
-    """End a rank of several without taking the interpreter to pieces.
+    """End a rank of several without the shutdown of the interpreter.
 
-    DDP never lets go of gloo's threads (torch 2.15), not even when the group is destroyed. The
-    interpreter, ending beside them, now and then aborts: 3 complete runs of about 300.
+    DDP keeps gloo's threads (torch 2.15), even after the group is destroyed. An interpreter that
+    shuts down beside them sometimes aborts: 3 of about 300 complete runs did.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -88,7 +88,7 @@ def end_process(status: int) -> NoReturn:
 
 
 def _interrupt(children: list[Any]) -> None:
-    """Pass a second Ctrl-C on, so that rank 0 can still write what became of the run."""
+    """Pass on a second Ctrl-C, so that rank 0 can still write the state of the run."""
     _send(children, signal.SIGINT)
     for child in children:
         child.join(signals.INTERRUPT_SECONDS)
@@ -101,7 +101,7 @@ def _send(children: list[Any], number: int) -> None:
 
 
 def _wait_for(context: Any, first: int) -> int:
-    """Pass a stop signal on, end the rest when one fails, and return the exit status."""
+    """Pass on a stop signal, end all ranks if one fails, and return the exit status."""
     forwarded = 0
     try:
         while not context.join(POLL_SECONDS, GRACE_SECONDS):

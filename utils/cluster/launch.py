@@ -1,4 +1,4 @@
-"""From a command line to a rank that knows the others: the one way into a distributed script."""
+"""From a command line to a rank that knows the others. A distributed script starts only here."""
 
 import argparse
 import os
@@ -21,7 +21,7 @@ from utils.device import import_dynamo, select_devices
 from utils.errors import UsageError, UserError
 from utils.signals import Stopped
 
-DESTROY_SECONDS = 5.0  # for the process group to go after a failure
+DESTROY_SECONDS = 5.0  # to destroy the process group after a failure
 
 Train = Callable[[argparse.Namespace, Job], int]
 
@@ -30,8 +30,8 @@ def launch(train: Train, args: argparse.Namespace) -> int:
     """Find out how this process was started, meet the other ranks, and call ``train``.
 
     Whatever the launcher, ``train`` finds RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE in the
-    environment. On every way out the process group is destroyed. One rank of several ends here,
-    without returning.
+    environment. The process group is always destroyed, also after an error. One rank of several
+    ends here, and does not return.
 
     Args:
         train: called with ``args`` and the ``Job``.
@@ -64,7 +64,7 @@ def _run_rank(train: Train, args: argparse.Namespace, given: Launch | None = Non
                 errors.let_another_rank_report()
             raise
 
-    # What passes through ``record`` stands with its traceback in torchrun's report: bugs alone.
+    # torchrun's report shows an error that passes ``record`` with its traceback. Only bugs pass it.
     status = record(errors.guard)(start) or 0
     if world_size > 1 and given is None:
         children.end_process(status)
@@ -73,11 +73,12 @@ def _run_rank(train: Train, args: argparse.Namespace, given: Launch | None = Non
 
 def _meet_and_train(train: Train, args: argparse.Namespace, launch: Launch) -> int:
     job = _meet(args, launch)
-    import_dynamo()  # or DDP's constructor would, more slowly
+    import_dynamo()  # otherwise DDP's constructor does it, more slowly
     try:
         status = train(args, job)
-        # After a training rank 0 has results to write. Nobody else would notice that it does not
-        # come to its end, and its store ends with it. On the CPU: over gloo, with --timeout.
+        # After training, rank 0 still writes results, and its store ends with it. Without this
+        # barrier nobody would notice that rank 0 fails there. It runs on the CPU, over gloo, with
+        # --timeout.
         dist.all_reduce(torch.zeros(1))
     except Exception as error:
         explained = job.explain(error)
@@ -89,14 +90,14 @@ def _meet_and_train(train: Train, args: argparse.Namespace, launch: Launch) -> i
             raise
         raise explained from error
     dist.destroy_process_group()
-    # A launcher takes any other status for a crash, and may start a stopped run again.
+    # A launcher treats any other status as a crash, and may start a stopped run again.
     return 0 if launch.is_managed and status > 128 else status
 
 
 def _is_reported(error: UserError, launch: Launch) -> bool:
-    """Return whether another rank of this host prints the same error: one line will do.
+    """Return whether another rank of this host prints the same error, since one line is enough.
 
-    By hand each rank has a terminal; those of a launcher share one.
+    Ranks that are started by hand have a terminal each. The ranks of a launcher share one.
     """
     if launch.launcher == "environment":
         return False
@@ -110,8 +111,8 @@ def _meet(args: argparse.Namespace, launch: Launch) -> Job:
     """Find the other ranks, agree with them on what has to agree, and set the environment.
 
     Raises:
-        UsageError: backend or device not there, or a rank without a GPU.
-        RendezvousError: ranks are missing, twice there, or do not belong together.
+        UsageError: the backend or the device does not exist, or a rank has no GPU.
+        RendezvousError: ranks are missing, were started twice, or do not belong together.
     """
     devices = select_devices(args.device, args.devices)
     backend = distributed.choose_backend(args.backend, devices[0])

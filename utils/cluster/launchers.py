@@ -15,7 +15,7 @@ from utils.errors import UsageError
 DEFAULT_PORT = 29500
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
-# What each launcher calls rank, world size, local rank and local world size.
+# The names of each launcher for rank, world size, local rank and local world size.
 NAMES = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
@@ -31,9 +31,9 @@ class Launch:
         launcher: ``torchrun``, ``spawn``, ``slurm``, ``mpirun``, ``environment`` (variables or
             flags given by hand) or ``alone``.
         rank: of this process, among ``world_size``.
-        local_rank: its number on this node, among ``local_world_size``; both None where only the
-            meeting of all ranks can say.
-        master_addr: where rank 0 is looked for, with ``master_port``.
+        local_rank: its number on this node, among ``local_world_size``. Both are None if only the
+            meeting of all ranks can tell.
+        master_addr: address of rank 0, with ``master_port``.
         has_agent_store: whether torchrun's agent keeps a store at that address.
     """
 
@@ -48,15 +48,15 @@ class Launch:
 
     @property
     def is_managed(self) -> bool:
-        """Whether the launcher would take a stopped rank for a crashed one."""
+        """Whether the launcher would treat a stopped rank as a crashed one."""
         return self.launcher in ("torchrun", "slurm", "mpirun")
 
 
 def read_launch(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Launch:
-    """Return what the launcher's variables, and the flags, say.
+    """Return what the launcher's variables and the flags say.
 
     Raises:
-        UsageError: variables that are missing or contradict each other.
+        UsageError: variables are missing or contradict each other.
     """
     launcher = _identify(args, environ)
     if launcher == "alone":
@@ -69,7 +69,7 @@ def read_launch(args: argparse.Namespace, environ: Mapping[str, str] = os.enviro
     if launcher == "slurm":
         world_size = world_size or _number(environ, "SLURM_NTASKS")
         address = address or _first_slurm_host(environ)
-        # The same for all tasks of this step, and another for a step beside it.
+        # All tasks of this step have the same name. A step beside it has another one.
         job = f"{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
     if launcher == "mpirun":
         job = environ.get("PMIX_NAMESPACE", "")  # its name of the job
@@ -108,7 +108,7 @@ def _identify(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:
-    """Return the whole number that a variable holds, or None where it is not set."""
+    """Return the whole number that a variable holds, or None if it is not set."""
     text = environ.get(name)
     if text is not None and not re.fullmatch("[0-9]{1,9}", text):
         raise UsageError(f"{name}={text[:20]} is not a whole number below a thousand million")
@@ -116,15 +116,15 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def read_address(environ: Mapping[str, str]) -> str:
-    """Return MASTER_ADDR, or nothing; spaces come from a file or a quoted list."""
+    """Return MASTER_ADDR without spaces, which come from a file or a quoted list, or nothing."""
     return environ.get("MASTER_ADDR", "").strip()
 
 
 def read_port(environ: Mapping[str, str], job: str = "") -> int:
-    """Return MASTER_PORT; where it is not set one that the name of the job chooses, if any."""
+    """Return MASTER_PORT. If it is not set, the name of the job, if any, chooses a port."""
     port = _number(environ, "MASTER_PORT")
     if port is None:
-        # Below those that the kernel hands out itself.
+        # These ports are below those that the kernel gives out itself.
         return 10_000 + zlib.crc32(job.encode()) % 20_000 if job else DEFAULT_PORT
     if not 0 < port < 65_536:
         raise UsageError(f"MASTER_PORT={port} is not a port (1 to 65535)")
@@ -138,10 +138,10 @@ def _first_slurm_host(environ: Mapping[str, str]) -> str:
 
 
 def die_with_parent(launch: Launch) -> None:
-    """Ask the kernel for a signal when the launcher dies, or the rank would train on without it.
+    """Ask the kernel for a signal when the launcher dies. Otherwise the rank would train on alone.
 
-    SIGTERM is a stop request, on which all ranks agree. With other nodes in the job it is SIGKILL:
-    they are to notice a failure and start again, not to stop.
+    SIGTERM is a stop request, on which all ranks agree. If the job has other nodes, the signal is
+    SIGKILL. The other nodes then notice a failure and start again, instead of stopping.
     """
     is_one_node = launch.local_world_size == launch.world_size
     number = signal.SIGTERM if is_one_node else signal.SIGKILL

@@ -1,4 +1,4 @@
-"""Where rank 0 is looked for: at an address, or where it publishes one."""
+"""Where a rank looks for rank 0: at a given address, or where rank 0 publishes one."""
 
 import fcntl
 import json
@@ -15,12 +15,12 @@ import torch.distributed as dist
 from utils.errors import UsageError
 from utils.files import replace_file
 
-AGENT_SECONDS = 5.0  # for torchrun's store to answer; it is there before the ranks are
+AGENT_SECONDS = 5.0  # for torchrun's store to answer, which starts before the ranks
 SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 class Spot(NamedTuple):
-    """Where rank 0 may be, and the nonce that its store has if it is the one looked for."""
+    """Where rank 0 may be, and the nonce by which its store is recognised."""
 
     host: str
     port: int
@@ -32,10 +32,10 @@ def _parse(text: bytes) -> list[Spot]:
 
 
 class Address:
-    """Rank 0 is looked for at an address that everybody was given.
+    """Rank 0 is at an address that all ranks were given.
 
     Args:
-        source: what gave the address, for messages.
+        source: where the address comes from, for messages.
     """
 
     is_published = False
@@ -47,25 +47,25 @@ class Address:
         return f"{self.host}:{self.port}" + f" (from {self.source})" * bool(self.source)
 
     def find(self) -> list[Spot]:
-        """Return where rank 0 may be; nothing as long as it has not said so.
+        """Return where rank 0 may be, or nothing if it has not published that yet.
 
         Raises:
-            OSError, RuntimeError, ValueError, TypeError: no answer, or none of rank 0's.
+            OSError, RuntimeError, ValueError, TypeError: no answer, or not rank 0's.
         """
         return [Spot(self.host, self.port, "")]
 
     def publish(self, port: int, nonce: str) -> None:
-        """Make known on which port rank 0, which is this process, listens."""
+        """Publish the port on which this process, rank 0, listens."""
 
     def withdraw(self) -> None:
-        """Leave nothing behind, once all ranks have met."""
+        """Clean up when all ranks have met."""
 
 
 class AgentStore(Address):
     """Rank 0 publishes its port in the store that torchrun's agent keeps on the same host.
 
-    What the ranks of the attempt before left there must not be taken for this one's
-    (pytorch/pytorch#135712): a store of each attempt's own, with a nonce, takes care of that.
+    Ranks must not use what the attempt before left there (pytorch/pytorch#135712). So each attempt
+    has a store of its own, with a nonce.
     """
 
     is_published = True
@@ -86,7 +86,7 @@ class AgentStore(Address):
 class File(Address):
     """Rank 0 publishes its addresses in a file that all hosts see.
 
-    What an earlier job left there does no harm: no store has its nonce.
+    What an earlier job left there does no harm, since no store has its nonce.
     """
 
     is_published = True
@@ -101,7 +101,7 @@ class File(Address):
         return _parse(self.path.read_bytes()) if self.path.exists() else []
 
     def publish(self, port: int, nonce: str) -> None:
-        # Loopback last: others on this host alone can use it.
+        # Loopback comes last, since only ranks on this host can use it.
         addresses = sorted(own_addresses(), key=lambda ip: ip.startswith("127."))
         spots = [Spot(host, port, nonce) for host in (*addresses, socket.gethostname())]
         try:
@@ -116,10 +116,10 @@ class File(Address):
 
 
 def probe(host: str, port: int) -> tuple[str, str]:
-    """Connect and leave; return the other end's address, and that of this host on the way to it.
+    """Connect and leave. Return the other end's address, and that of this host on the way there.
 
     Raises:
-        OSError: nothing listens there, or there is no such host.
+        OSError: nothing listens there, or the host does not exist.
     """
     with socket.create_connection((host, port), timeout=1.0) as connection:
         ends = connection.getpeername()[0], connection.getsockname()[0]
@@ -127,7 +127,7 @@ def probe(host: str, port: int) -> tuple[str, str]:
 
 
 def own_addresses() -> dict[str, str]:
-    """Return the interface of each IPv4 address of this host, where the system says it."""
+    """Return the interface of each IPv4 address of this host, if the system names it."""
     interfaces = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():

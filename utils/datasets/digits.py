@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 # Four ways of writing each digit, two in a line. A two-figure number is a control point "xy" on a
-# 10 x 10 grid (y grows downwards), a doubled point is a sharp corner, "|" lifts the pen.
+# 10 x 10 grid, where y grows downwards. A doubled point is a sharp corner, and "|" lifts the pen.
 GLYPHS = Path(__file__).with_name("glyphs.txt").read_text()
 
 SIDE = 28
@@ -69,16 +69,16 @@ def _skeletons() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     glyphs = [_skeleton(glyph) for _, glyph in named]
     xy = torch.tensor([[(p.real, p.imag) for p in points] for points in glyphs]) / 4.5 - 1
     lengths = [sum(abs(b - a) for a, b in pairwise(points)) for points in glyphs]
-    # The hand has no time to stray on a short line: below about two grid heights the wobble
-    # shrinks with the length, so that a "1" stays straight.
+    # The hand has no time to stray on a short line. Below about two grid heights the wobble shrinks
+    # with the length, so that a "1" stays straight.
     sways = torch.tensor(lengths).div(20).clamp(max=1)
     return xy[..., 0].T, xy[..., 1].T, sways, digits
 
 
 def _draw_chunk(seed: int) -> tuple[Tensor, Tensor]:
     """Return images uint8 [CHUNK, SIDE, SIDE] and labels uint8 [CHUNK]."""
-    # Only elementwise arithmetic, roots, minima and maxima: these give the same bits everywhere,
-    # unlike matrix products, sines or normal deviates.
+    # Only elementwise arithmetic, roots, minima and maxima are used here. They give the same bits
+    # everywhere, unlike matrix products, sines or normal deviates.
     generator = torch.Generator().manual_seed(seed)
 
     def between(low: float, high: float, rows: int = 1) -> Tensor:
@@ -111,13 +111,13 @@ def _draw_chunk(seed: int) -> tuple[Tensor, Tensor]:
     turn = around_zero(TURN)
     x, y = x - turn * y, y + turn * x
 
-    # As in MNIST the digit is fitted to a box about the centre, whatever came before.
+    # As in MNIST the digit is finally fitted to a box about the centre.
     x, y = x - (x.amin(0) + x.amax(0)) / 2, y - (y.amin(0) + y.amax(0)) / 2
     zoom = between(*SIZE) / (2 * torch.maximum(x.amax(0), y.amax(0)))
     centre = (SIDE - 1) / 2
     x, y = x * zoom + around_zero(SHIFT) + centre, y * zoom + around_zero(SHIFT) + centre
 
-    # Distances count in local radii of the line, so that it can grow thinner on its way.
+    # Distances are measured in local radii of the line, so that a line can grow thinner.
     radius = between(*RADIUS)
     unit = (radius * (1 + along_stroke(TAPER)))[:, None]
     pixels = torch.arange(SIDE)[None, :, None]
@@ -135,8 +135,8 @@ def _draw_chunk(seed: int) -> tuple[Tensor, Tensor]:
 def draw_digits(count: int, seed: int) -> tuple[Tensor, Tensor]:
     """Return images uint8 [count, 28, 28] and labels uint8 [count], the same for the same seed."""
     threads = torch.get_num_threads()
-    # One core needs two seconds for 70,000 digits; on a busy machine the barriers between so
-    # many short operations would cost a second thread minutes.
+    # One core needs two seconds for 70,000 digits. With more threads, each of these short
+    # operations ends in a barrier, which can cost minutes on a busy machine.
     torch.set_num_threads(1)
     try:
         first = seed * 1_000_000  # so that no two sets share a chunk

@@ -12,9 +12,9 @@ from utils.datasets.idx import verify
 from utils.datasets.sources import RAW_FILES, SOURCES, DataError
 from utils.files import POLL_SECONDS, replace_file
 
-PROBE_TIMEOUT = 6.0  # seconds; offline, the whole start has to end within 10
-DOWNLOAD_TIMEOUT = 240.0  # seconds for each mirror: a slow line needs minutes for 11 to 30 MB
-MAX_BYTES = 2**26  # of a raw file; the largest has 47 MB, but a small .gz may unpack to terabytes
+PROBE_TIMEOUT = 6.0  # seconds. Offline, the whole start has to end within 10
+DOWNLOAD_TIMEOUT = 240.0  # seconds for each mirror. A slow line needs minutes for 11 to 30 MB
+MAX_BYTES = 2**26  # of a raw file. The largest has 47 MB, but a small .gz may unpack to terabytes
 
 
 def download(name: str, folder: Path) -> None:
@@ -69,8 +69,8 @@ def _try_each(
 ) -> dict[str, str | None]:
     """Call ``attempt`` for all mirrors at once; return each one's problem, or None.
 
-    In threads that may be left behind: a resolver without a network ignores every timeout, and one
-    byte now and then keeps a connection alive for ever.
+    The calls run in threads, which may be left behind. A resolver without a network ignores every
+    timeout, and one byte now and then keeps a connection alive for ever.
     """
     problems: dict[str, str | None] = dict.fromkeys(mirrors, f"nothing in {seconds:.0f} s")
 

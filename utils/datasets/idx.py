@@ -1,7 +1,7 @@
 """The raw files of MNIST and its relatives, in the IDX format (http://yann.lecun.com/exdb/mnist).
 
-Two bytes of 0, the type (8: unsigned bytes), the number of dimensions, each dimension as a
-big-endian number of four bytes, the values.
+A file begins with two bytes of 0, the type (8 for unsigned bytes) and the number of dimensions.
+Then come each dimension, as a big-endian number of four bytes, and the values.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ def verify(content: bytes | mmap.mmap, path: Path) -> None:
     """Compare the content of a raw file with the published one, if ``CHECKSUMS`` has its path.
 
     Raises:
-        ValueError: it is another file.
+        ValueError: it is a different file.
     """
     expected = CHECKSUMS.get("/".join(path.parts[-3:]))
     if expected and (found := hashlib.sha256(content).hexdigest()) != expected:
@@ -29,13 +29,13 @@ def read(path: Path) -> Tensor:
     """Map a raw file into memory, so that all processes of a machine share a single copy.
 
     Args:
-        path: a file ``.../FOLDER/raw/NAME``; to verify it takes 0.1 s for 47 MB.
+        path: a file ``.../FOLDER/raw/NAME``. Verifying 47 MB takes 0.1 s.
 
     Returns:
         uint8, in the shape that the file names.
 
     Raises:
-        DataError: it cannot be read, is damaged, or is not the published one.
+        DataError: the file cannot be read, is damaged, or is not the published one.
     """
     try:
         with open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""The raw files of a data set: downloaded, unpacked or drawn by one process, mapped by all."""
+"""The raw files of a data set. One process downloads, unpacks or draws them, and all map them."""
 
 from pathlib import Path
 
@@ -9,13 +9,14 @@ from utils.datasets.fetch import download
 from utils.datasets.sources import RAW_FILES, SOURCES, TEST_SIZE, TRAIN_SIZE, DataError
 from utils.files import Locked, lock_file, replace_file
 
-LOCK_TIMEOUT = 600.0  # seconds; its holder may be downloading
+LOCK_TIMEOUT = 600.0  # seconds, since the holder of the lock may be downloading
 
 
 def prepare(name: str, data_dir: str) -> Path:
-    """Return the folder of a data set's four raw files; get those that are missing.
+    """Return the folder of a data set's four raw files, and get those that are missing.
 
-    Whoever takes the file lock gets them, the others wait. A folder that is complete is only read.
+    The process that takes the file lock gets the files, and the others wait. A complete folder is
+    only read.
 
     Args:
         name: a key of ``SOURCES``.
@@ -42,7 +43,7 @@ def prepare(name: str, data_dir: str) -> Path:
     except OSError as error:
         path, reason = error.filename or folder, error.strerror or error
         raise DataError(f"cannot write {path} ({reason}): pass another --data-dir") from None
-    signals.check()  # one may have come during the work
+    signals.check()  # a signal may have come during the work
     return folder
 
 

@@ -1,4 +1,4 @@
-"""The data sets that ``--dataset`` names: where their files come from, and what those must be."""
+"""The data sets that ``--dataset`` names: where their files come from, and their checksums."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +16,7 @@ RAW_FILES = (
 
 
 class DataError(UserError):
-    """A data set that is missing, damaged or of the wrong kind; the message says what to do."""
+    """A data set that is missing, damaged or of the wrong kind. The message says what to do."""
 
     exit_status = 2
 
@@ -24,8 +24,8 @@ class DataError(UserError):
 class Source(NamedTuple):
     """Where a data set comes from.
 
-    Mean and standard deviation are those of its training pixels, scaled to 0..1: a number, or one
-    for each channel.
+    Mean and standard deviation are those of the training pixels, scaled to 0..1. Each is a number,
+    or one number for each channel.
     """
 
     folder: str
@@ -49,6 +49,7 @@ SOURCES = {
 }
 
 
-# The SHA-256 of each raw file, unpacked, by its path below --data-dir: a file for `sha256sum -c`.
+# The SHA-256 of each unpacked raw file, by its path below --data-dir. `sha256sum -c` reads the same
+# file.
 _LINES = Path(__file__).with_name("SHA256SUMS").read_text().splitlines()
 CHECKSUMS = {path: checksum for checksum, path in map(str.split, _LINES)}
