@@ -282,7 +282,7 @@ def test_an_interrupted_run_ends_with_the_weights_of_an_undisturbed_one(
         saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["epochs"]
         assert stopped in ([], [str(saved + 1)])
         ended = complete(tmp_path, synthetic_dir, "--epochs", EPOCHS)
-        assert f"{saved} of {EPOCHS} epochs done, a cut one starts from its" in ended.stdout
+        assert f"{saved} of {EPOCHS} epochs done, an interrupted one starts over" in ended.stdout
     result(ended)
     for name in ("model.pt", "checkpoint.pt"):
         found, expected = (torch.load(each / name) for each in (tmp_path, undisturbed))

@@ -1,4 +1,4 @@
-"""What the lessons share: ranks as real processes, a time limit, and claims that are checked."""
+"""What the lessons share: ranks as real processes, a time limit, and checked claims."""
 
 import faulthandler
 import multiprocessing
@@ -37,9 +37,9 @@ def start(main: Callable[[], dict[str, bool]], ddp: bool = False) -> None:
     """Run a lesson, print its claims, and exit with 0 if its run showed all of them, else with 1.
 
     Args:
-        main: returns each claim with whether the run showed it.
-        ddp: whether ranks wrap a model in DDP. Its constructor imports torch._dynamo, for seconds
-            in every rank, unless the server of the ranks has imported it.
+        main: returns each claim, and whether the run showed it.
+        ddp: whether ranks wrap a model in DDP. DDP's constructor imports torch._dynamo, which takes
+            seconds in every rank. With this flag the server of the ranks imports it once.
     """
     context.set_forkserver_preload(["torch._dynamo" if ddp else "torch"])
     _setup_process()
@@ -104,7 +104,7 @@ def _rank(pipe: Any, folder: str, timeout: float | None, work: Any, *args: Any) 
     rank, world_size = args[:2]
     if timeout is not None:
         store = dist.FileStore(f"{folder}/store", world_size)
-        # A lesson may set a short timeout: the time to start up must not count against it.
+        # A lesson may set a short timeout, which must not include the time to start up.
         _meet(store, "started", rank, world_size)
         limit = timedelta(seconds=timeout)
         dist.init_process_group(

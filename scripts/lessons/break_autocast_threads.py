@@ -4,9 +4,9 @@ python scripts/lessons/break_autocast_threads.py
 
 nn.DataParallel runs each replica in a thread, and opens autocast there without the dtype
 (torch/nn/parallel/parallel_apply.py). So on GPUs, under autocast("cuda", dtype=torch.bfloat16), the
-replicas compute in float16, and without loss scaling. A CPU's default is bfloat16. Therefore this
-lesson asks for float16, and its threads compute in bfloat16. DDP has no such threads. train_dp.py
-sets the dtype in a hook that runs before each replica's forward.
+replicas compute in float16. They also lack loss scaling. A CPU's default is bfloat16. Therefore
+this lesson asks for float16, and its threads compute in bfloat16. DDP has no such threads.
+train_dp.py sets the dtype in a hook that runs before each replica's forward.
 """
 
 from collections.abc import Callable

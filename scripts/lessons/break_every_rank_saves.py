@@ -33,7 +33,7 @@ def save(state: dict[str, torch.Tensor], path: Path, replace: bool) -> None:
 
 
 def work(rank: int, world_size: int, case: str, folder: str) -> Counter[str]:
-    """Save or load for a while; return how often it worked, and how often each error came."""
+    """Save or load for a while. Return how often it worked, and how often each error was raised."""
     writers, replace = CASES[case]
     path, ends = Path(folder) / "last.pt", Counter[str]()
     state = {"weight": torch.full((50_000,), float(rank))}
@@ -47,7 +47,7 @@ def work(rank: int, world_size: int, case: str, folder: str) -> Counter[str]:
             else:
                 continue
             ends["fine"] += 1
-        except Exception as error:  # which one depends on what another rank is doing
+        except Exception as error:  # its type depends on what another rank is doing
             ends[first_line(error).replace(f"{folder}/", "")] += 1
     return ends
 

@@ -1,8 +1,8 @@
-"""Break it: state that a model's forward changes is lost with DataParallel's replicas.
+"""Break it: a model's forward changes some state, which is lost with DataParallel's replicas.
 
 python scripts/lessons/break_forward_state.py
 
-The documentation of torch.nn.DataParallel warns of it.
+The documentation of torch.nn.DataParallel warns of this.
 """
 
 from typing import Any

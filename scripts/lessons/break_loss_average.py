@@ -1,4 +1,4 @@
-"""Break it: a mean of means, where ranks or micro-batches hold unequal numbers of tokens.
+"""Break it: a mean of means, when ranks or micro-batches have unequal numbers of tokens.
 
 python scripts/lessons/break_loss_average.py
 
@@ -75,8 +75,8 @@ def main() -> dict[str, bool]:
         off[case] = float((found - right).norm() / right.norm())
         print(f"  {case:42}{off[case]:6.3f} off the gradient of all tokens at once")
     return {
-        "a mean of means gives one token the weight of nine": off[CASES[0]] > 0.1,
-        "divided by this rank's tokens, the micro-batches are right and the ranks still wrong": 0.01
+        "a mean of means weights one token like nine others": off[CASES[0]] > 0.1,
+        "divided by this rank's tokens, the micro-batches are right and the ranks are wrong": 0.01
         < off[CASES[1]]
         < off[CASES[0]],
         "divided by the tokens of all ranks, the gradient is too small by the world size": abs(

@@ -2,9 +2,9 @@
 
 python scripts/lessons/break_other_data.py
 
-DDP compares models, not data, so the training ends without an error. Two causes are common. The
-order of a set of strings differs from process to process, and class numbers counted from it differ
-too. A split without a seed differs as well, so one rank trains on samples that another one tests.
+DDP compares models, not data, so the run ends without an error. Two causes are common. The order of
+a set of strings differs from process to process, and so do class numbers that follow this order. A
+split without a seed also differs. Then one rank trains on samples that another rank tests.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Break it: one rank comes later than the others wait, and what names the late one.
+"""Break it: one rank comes after the timeout of the others. What names the late rank?
 
 python scripts/lessons/break_timeout.py
 """

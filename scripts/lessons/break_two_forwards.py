@@ -33,7 +33,7 @@ class Scaled(nn.Module):
 
 
 def work(rank: int, world_size: int, case: str) -> tuple[float, float]:
-    """Return this rank's gradient and that of one device with all samples, both summed."""
+    """Return two sums: this rank's gradient, and the gradient of one device with all samples."""
     torch.manual_seed(0)
     first, second = torch.rand(2, world_size, 4, 3)
     single = Scaled()

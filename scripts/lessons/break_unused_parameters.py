@@ -1,4 +1,4 @@
-"""Break it: parameters that get no gradient, although DDP waits for it.
+"""Break it: parameters get no gradient, although DDP waits for their gradients.
 
 python scripts/lessons/break_unused_parameters.py
 """

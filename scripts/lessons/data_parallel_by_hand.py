@@ -2,7 +2,7 @@
 
 python scripts/lessons/data_parallel_by_hand.py
 
-On a loss that forward computes: Lightning-AI/pytorch-lightning#249 and huggingface/trl#7018.
+A loss that forward computes: asked in Lightning-AI/pytorch-lightning#249 and huggingface/trl#7018.
 """
 
 import copy
@@ -107,13 +107,13 @@ def main() -> dict[str, bool]:
         "the gradients are those of one device": torch.allclose(
             gradients(model), gradients(single), atol=1e-12
         ),
-        "they are a sum, not a mean: of the gradients of each share's loss, which is divided by "
-        "the size of the whole batch": torch.allclose(gradients(model), summed, atol=1e-12),
+        "they are a sum of the shares' gradients, not a mean, because each share's loss is divided "
+        "by the size of the whole batch": torch.allclose(gradients(model), summed, atol=1e-12),
         "two forwards copied the model twice": replicate.call_count == 2,
         "with fewer samples than devices some devices have no work": len(sizes[3, 4]) == 3,
         "a loss that forward computes is gathered as a vector, one for each replica": shares.shape
         == (4,),
-        "its mean gives the last sample the weight of three": abs((shares.mean() - loss).item())
+        "its mean weights the last sample like three others": abs((shares.mean() - loss).item())
         > 1e-3,
         "cure: sums, divided by the size of the whole batch": torch.allclose(summed_loss, loss),
     }

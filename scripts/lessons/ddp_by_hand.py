@@ -2,9 +2,10 @@
 
 python scripts/lessons/ddp_by_hand.py
 
-Each step averages the gradients of all ranks. The first two do it after the backward: gradient by
-gradient, then all of them in one buffer. The last two do it during the backward, which computes the
-other gradients meanwhile: each gradient as soon as it exists, then bucket by bucket, as DDP does.
+Each step averages the gradients of all ranks. The first step does so after the backward, gradient
+by gradient. The second one sends all gradients in one buffer, also after the backward. The third
+and the fourth step send while the backward computes other gradients. The third sends each gradient
+as soon as it exists, and the fourth sends buckets, as DDP does.
 """
 
 import copy
@@ -64,7 +65,7 @@ def during_backward(parameters: Parameters, size: int) -> Finish:
     pending: list[tuple[Tensor, Any]] = []
 
     def send_full_buckets(_: Any) -> None:
-        # All ranks send in this order, or a bucket would be added to another one of another rank.
+        # All ranks send in this order. Otherwise different buckets would be added to each other.
         while len(pending) < len(buckets) and not missing(buckets[len(pending)]):
             sends.append((time.perf_counter(), missing(parameters)))
             flat = parameters_to_vector(gradients(buckets[len(pending)]))
@@ -93,7 +94,7 @@ ALONE, *BY_HAND, DDP = STEPS
 
 
 def work(rank: int, world_size: int) -> dict[str, Any]:
-    """Return of each step: seconds, checksum of its gradients, distance to DDP's, its sends."""
+    """Return for each step: seconds, checksum of its gradients, distance to DDP's, its sends."""
     torch.manual_seed(rank)  # other weights and other samples on each rank
     raw_model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     inputs = torch.randn(BATCH, WIDTH)
@@ -132,14 +133,14 @@ def main() -> dict[str, bool]:
         print(f"  {name:37}{ranks[0][name][0] * 1e3:7.1f} ms")
     took = [ranks[0][name][0] for name in BY_HAND]
     if took != sorted(took, reverse=True):
-        print("The steps do not order in this run: threads that send share the cores with others.")
+        print("A later step is not always faster in this run: threads that send need cores too.")
     timeline = ", ".join(f"{t * 1e3:.1f} ({n})" for t, n in ranks[0][BY_HAND[3]][3])
     print(f"step 4, its sends and the backward's end, in ms (gradients missing): {timeline}")
     checksums = {name: {rank[name][1] for rank in ranks} for name in STEPS}
     hooks, buckets = ([n for _, n in ranks[0][name][3][:-1]] for name in BY_HAND[2:])
     return {
         "without averaging each rank has its own gradients": len(checksums[ALONE]) == WORLD_SIZE,
-        "after each step all ranks have the same gradients, bit by bit, and DDP's": all(
+        "after each step all ranks have the same gradients, bit by bit, as with DDP": all(
             len(checksums[name]) == 1 and rank[name][2] < 1e-5 for name in BY_HAND for rank in ranks
         ),
         "steps 3 and 4 begin while gradients are missing": hooks[0] > 0 < buckets[0],

@@ -2,7 +2,7 @@
 
 python scripts/lessons/join_uneven.py
 
-How the same mistake ends in a hang or in a wrong sum, break_rank_zero_collective shows.
+break_rank_zero_collective shows how the same mistake ends in a hang or in a wrong sum.
 """
 
 from contextlib import nullcontext
@@ -61,7 +61,7 @@ def main() -> dict[str, bool]:
         "cure: in Join the early rank answers the collectives of the other, and both end with the "
         "same weights": [outcome.value[0] for outcome in joined] == list(BATCHES)
         and joined[0].value[1] == joined[1].value[1],
-        "Join answers the collectives of DDP only: one's own in the loop still fails": all(
+        "Join answers the collectives of DDP only: your own in the loop still fails": all(
             outcome.error for outcome in mixed
         ),
         "cure: with the same number of batches on all ranks, nothing else is needed": [

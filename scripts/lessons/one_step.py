@@ -20,7 +20,7 @@ UNEQUAL = [range(5), range(5, 8)]
 
 
 class Line(nn.Module):
-    """One weight, at first 0. It keeps the gradient of each share before any exchange."""
+    """One weight, at first 0. The model keeps the gradient of each share before any exchange."""
 
     def __init__(self) -> None:
         super().__init__()

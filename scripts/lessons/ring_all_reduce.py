@@ -74,7 +74,7 @@ def main() -> dict[str, bool]:
         "the result equals that of dist.all_reduce on every rank": all(
             rank["equal"] for rank in ranks
         ),
-        f"after n - 1 = {n - 1} steps each rank has finished one chunk, each another one": sorted(
+        f"after n - 1 = {n - 1} steps each rank has finished a different chunk": sorted(
             row.index(1111) for row in after_reduce if row.count(1111) == 1
         )
         == list(range(n)),

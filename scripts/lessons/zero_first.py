@@ -31,7 +31,7 @@ def zero_first(rank: int) -> Iterator[None]:
 
 @contextmanager
 def file_lock(disk: Path) -> Iterator[None]:
-    """Let one process in at a time. It needs no process group, and belongs to its disk."""
+    """Let one process in at a time. The lock needs no process group, and belongs to its disk."""
     with open(disk / "lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

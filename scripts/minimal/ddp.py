@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--data-dir", default="data")
     args = parser.parse_args()
 
-    # DDP: torchrun starts the processes. The environment of each says which one it is.
+    # DDP: torchrun starts the processes. Each process learns from its environment which one it is.
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         parser.exit(2, f"start it with: torchrun --standalone --nproc_per_node 2 {sys.argv[0]}\n")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -69,9 +69,9 @@ def main() -> None:
     raw_model = build_model("convnet").to(device)
     # DDP: the wrapper sends rank 0's weights to all now, and averages gradients in each backward.
     model = DistributedDataParallel(raw_model)
-    # Linear scaling: a larger batch makes fewer steps, so each step is longer. It ends at four
-    # times the rate, since still larger rates make training fail. The schedule begins with a small
-    # rate, because a large one is harmful while the weights are still random.
+    # Linear scaling: a larger batch makes fewer steps, so each step is longer. The factor is at
+    # most four, since larger rates make training fail. The schedule begins with a small rate,
+    # because a large one is harmful while the weights are still random.
     lr = 0.1 * min(global_batch_size / 96, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     scheduler = OneCycleLR(optimizer, lr, total_steps=args.epochs * len(train_loader))

@@ -1,4 +1,4 @@
-"""Train MNIST with DistributedDataParallel, with what a run needs that you rely on.
+"""Train MNIST with DistributedDataParallel, and with what a long run needs.
 
     torchrun --standalone --nproc_per_node 2 scripts/minimal/ddp_complete.py
     torchrun --standalone --nproc_per_node 2 --max-restarts 3 scripts/minimal/ddp_complete.py
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
     args = parser.parse_args()
 
-    # DDP: torchrun starts the processes. The environment of each says which one it is.
+    # DDP: torchrun starts the processes. Each process learns from its environment which one it is.
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         parser.exit(2, f"start it with: torchrun --standalone --nproc_per_node 2 {sys.argv[0]}\n")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -94,9 +94,9 @@ def main() -> None:
     raw_model = build_model("convnet").to(device)
     # DDP: the wrapper sends rank 0's weights to all now, and averages gradients in each backward.
     model = DistributedDataParallel(raw_model)
-    # Linear scaling: a larger batch makes fewer steps, so each step is longer. It ends at four
-    # times the rate, since still larger rates make training fail. The schedule begins with a small
-    # rate, because a large one is harmful while the weights are still random.
+    # Linear scaling: a larger batch makes fewer steps, so each step is longer. The factor is at
+    # most four, since larger rates make training fail. The schedule begins with a small rate,
+    # because a large one is harmful while the weights are still random.
     lr = 0.1 * min(global_batch_size / 96, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     # ACCUMULATE: an epoch has whole steps only. The batches that are left over are not used.
@@ -107,7 +107,7 @@ def main() -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
 
     # RESUME: rank 0 reads the file, and all processes load what it has read. So they never
-    # disagree, and only the machine of rank 0 needs the file. None stands for a damaged one.
+    # disagree, and only the machine of rank 0 needs the file. None stands for a damaged file.
     saved: list[Any] = [{}]
     if rank == 0 and os.path.exists("checkpoint.pt"):
         saved = [None]
@@ -122,7 +122,7 @@ def main() -> None:
     for name, part in parts.items():
         part.load_state_dict(saved[0].get(name) or part.state_dict())
     if rank == 0:
-        print(f"{first_epoch} of {args.epochs} epochs done, a cut one starts from its beginning")
+        print(f"{first_epoch} of {args.epochs} epochs done, an interrupted one starts over")
         # LOG: the x-axis counts images, whatever the batch is. From purge_step on, TensorBoard
         # hides what an earlier attempt wrote.
         writer = SummaryWriter("runs", purge_step=first_epoch * steps * global_batch_size + 1)
@@ -161,8 +161,8 @@ def main() -> None:
             scaler.step(optimizer)
             scaler.update()
             # STOP: all processes leave at the same step, or some would wait for one that has left.
-            # The GPU has to finish its work for that, so this is done at every tenth step. Ten
-            # steps have to fit into the 30 s of torchrun.
+            # The GPU has to finish its work for that, so the processes agree only at every tenth
+            # step. Ten steps have to fit into the 30 s of torchrun.
             if step % 10 == 0:
                 news = torch.tensor([loss.item(), len(signals)], device=device) / world_size
                 dist.all_reduce(news)
@@ -171,8 +171,8 @@ def main() -> None:
                     break
                 if rank == 0:
                     writer.add_scalar("loss/train", train_loss, images_seen)
-        # STOP: nothing is saved here, because the file is that of the epoch's beginning. The exit
-        # status is 0, so that torchrun does not restart what somebody has stopped.
+        # STOP: nothing is saved here, because the file holds the state at the epoch's beginning.
+        # The exit status is 0, so that torchrun does not restart what somebody has stopped.
         if stop:
             if rank == 0:
                 print(f"stopped: the next start repeats epoch {epoch + 1} from its beginning")
@@ -206,7 +206,7 @@ def main() -> None:
         # Written under another name first: model.pt is whole, even if this process is killed here.
         torch.save(raw_model.state_dict(), "model.pt.tmp")
         os.replace("model.pt.tmp", "model.pt")
-        # LOG: flushed, so that a kill loses nothing of a complete epoch.
+        # LOG: the flush makes sure that a kill loses nothing of a complete epoch.
         writer.add_scalar("accuracy/test", correct / count, images_seen)
         writer.flush()
         # RESUME: written last, because an epoch in this file is not repeated.

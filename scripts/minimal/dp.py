@@ -45,9 +45,9 @@ def main() -> None:
     # DP: the wrapper copies the model to every GPU in each forward. Without a GPU it calls the raw
     # model and does not warn, so this script then trains as single.py does.
     model = nn.DataParallel(raw_model)
-    # Linear scaling: a larger batch makes fewer steps, so each step is longer. It ends at four
-    # times the rate, since still larger rates make training fail. The schedule begins with a small
-    # rate, because a large one is harmful while the weights are still random.
+    # Linear scaling: a larger batch makes fewer steps, so each step is longer. The factor is at
+    # most four, since larger rates make training fail. The schedule begins with a small rate,
+    # because a large one is harmful while the weights are still random.
     lr = 0.1 * min(global_batch_size / 96, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     scheduler = OneCycleLR(optimizer, lr, total_steps=args.epochs * len(train_loader))

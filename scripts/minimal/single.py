@@ -42,9 +42,9 @@ def main() -> None:
     # Two names for one model: dp.py and ddp.py train a wrapped one. All evaluate and save this one.
     raw_model = build_model("convnet").to(device)
     model = raw_model
-    # Linear scaling: a larger batch makes fewer steps, so each step is longer. It ends at four
-    # times the rate, since still larger rates make training fail. The schedule begins with a small
-    # rate, because a large one is harmful while the weights are still random.
+    # Linear scaling: a larger batch makes fewer steps, so each step is longer. The factor is at
+    # most four, since larger rates make training fail. The schedule begins with a small rate,
+    # because a large one is harmful while the weights are still random.
     lr = 0.1 * min(global_batch_size / 96, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     scheduler = OneCycleLR(optimizer, lr, total_steps=args.epochs * len(train_loader))
