@@ -1,9 +1,10 @@
-"""Train by a bare loop of PyTorch, with no framework around it: what the scripts' comfort costs.
+"""Train by a bare PyTorch loop, without a framework, to see what the scripts' comfort costs.
 
     python scripts/tools/bare.py --max-steps 200 --threads 1
 
-Forward, backward and step over batches that lie ready on the device, nothing else. It takes the
-flags of train_single.py, and heeds those about model, data set, batch, device and precision.
+The loop does forward, backward and step over batches that lie ready on the device, nothing else. It
+accepts the flags of train_single.py. Only those about model, data set, batch, device and precision
+have an effect.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import utils.early  # noqa: F401  first: its threads wait as those of the scripts do
+import utils.early  # noqa: F401  first, so that threads wait as in the scripts
 
 import torch
 
@@ -25,7 +26,7 @@ from utils.errors import UsageError, guard
 from utils.files import write_json
 from utils.throughput import WARMUP_STEPS
 
-BATCHES = 50  # that lie ready, and are taken again and again
+BATCHES = 50  # that lie ready, and are used again and again
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@
     python scripts/tools/benchmark.py --quick
     python scripts/tools/benchmark.py --models convnet,resnet18 --counts 2,4 -- --amp bf16
 
-Starts the training scripts themselves, in turns, and reads what they measured. A device is a GPU
+It starts the training scripts themselves, in turns, and reads what they measured. A device is a GPU
 or, without one, a CPU core. The techniques have the same global batch (strong scaling) or the same
 batch on each device (weak scaling), the same threads and loader workers for each device, and the
 same order of the data. What stands after -- goes to the scripts. Results go to a new folder below
@@ -33,7 +33,7 @@ from utils.errors import UsageError, guard
 from utils.files import write_json
 from utils.throughput import WARMUP_STEPS
 
-CPU_COUNTS = (2, 4, 8)  # by default, as far as there are cores
+CPU_COUNTS = (2, 4, 8)  # by default, if there are as many cores
 LEAST_STEPS = 20  # timed
 QUICK = {"rounds": 1, "seconds": 2.0, "global_batch_sizes": [256], "batch_sizes": []}
 Row = dict[str, Any]
@@ -41,20 +41,20 @@ HEADINGS = ("", "devices", "threads", "images/s", "min-max", "ratio", "effic.", 
 READING = """\
 How to read it:
   strong, weak  the global batch stays the same, or the batch of each device does
-  devices       GPUs; without a GPU a device is a core
+  devices       GPUs. Without a GPU a device is a core
   single        train_single.py. Without a GPU a last row gives it all the cores:
                 the same machine without data parallelism
-  bare          a loop of PyTorch with no framework around it: what the scripts'
-                comfort costs; its batches lie ready
-  limit         independent single runs, one on each device, that talk to nobody:
+  bare          a loop of PyTorch with no framework around it. Its batches lie ready.
+                It shows what the scripts' comfort costs
+  limit         independent single runs, one on each device, without communication:
                 what DP and DDP could reach at most
   threads       processes x CPU threads
   images/s      of training, over all devices: median and range of the rounds
-  ratio         to one device, the first row; median of the rounds
+  ratio         to one device, the first row: median of the rounds
   effic.        the ratio divided by the number of devices, or of cores
   MB            the most that one process held: on a CPU its resident memory,
                 on a GPU what torch allocated (DP: on the first)
-Two ranges that overlap are no difference seen in this run."""
+If two ranges overlap, this run has seen no difference."""
 
 
 class Setting(NamedTuple):
@@ -100,7 +100,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 
 def choose_devices(args: argparse.Namespace) -> str | None:
-    """Fill in the numbers of devices, and their threads; return what cannot be had, or None."""
+    """Fill in the numbers of devices and threads. Return what this machine cannot do, or None."""
     sizes, available = args.global_batch_sizes, args.available
     if args.counts is None:
         powers = CPU_COUNTS if args.device == "cpu" else {2**i for i in range(10)} | {available}
@@ -122,7 +122,7 @@ def choose_devices(args: argparse.Namespace) -> str | None:
 
 
 def plan(args: argparse.Namespace) -> list[tuple[str, int, list[Setting]]]:
-    """Return the tables: scaling, batch, and settings, of which the first is one device."""
+    """Return the tables: scaling, batch, and settings. The first setting is one device."""
     tables = []
     for model in args.models:
         sizes = [("strong", size) for size in args.global_batch_sizes]
@@ -146,7 +146,7 @@ def build_commands(setting: Setting, args: argparse.Namespace, steps: int) -> li
         "--batch-size": setting.batch_size,
         "--max-steps": steps,
         "--epochs": -(-steps // per_epoch),
-        "--lr-scaling": "none",  # large batches must not diverge; the time of a step is the same
+        "--lr-scaling": "none",  # so that large batches do not diverge
         "--threads": setting.threads // setting.processes,
         "--num-workers": args.num_workers * setting.devices // setting.processes,
     }
@@ -155,7 +155,7 @@ def build_commands(setting: Setting, args: argparse.Namespace, steps: int) -> li
 
 
 def run_all(args: argparse.Namespace, found: dict[Setting, Row]) -> None:
-    """Run each setting once a round, and add to what was found of it; safe to interrupt."""
+    """Run each setting once a round, and add the results to ``found``. Safe to interrupt."""
     models = [next(setting for setting in found if setting.model == name) for name in args.models]
     total = len(models) + len(found) * args.rounds
     with tqdm(total=total, disable=None, dynamic_ncols=True, leave=False) as bar:
@@ -173,7 +173,7 @@ def run_all(args: argparse.Namespace, found: dict[Setting, Row]) -> None:
             return None
 
         images = {}
-        for one in models:  # finds the number of images, and fills the page cache
+        for one in models:  # this finds the number of images, and fills the page cache
             outcome = train(one, WARMUP_STEPS + (args.steps or LEAST_STEPS))
             images[one.model] = outcome.speed * args.seconds if outcome else 0.0
         for number, setting in trial.in_turns(list(found), args.rounds):
@@ -192,7 +192,7 @@ def build_rows(args: argparse.Namespace, found: dict[Setting, Row]) -> list[Row]
             record = found[setting]
 
             def over(other: Setting, units: int = 1, record: Row = record) -> Row | None:
-                """Divide round by round, since both had one load then."""
+                """Divide round by round, since both had the same load then."""
                 ours, theirs = record["speeds"], found[other]["speeds"]
                 return summarize({r: ours[r] / (units * theirs[r]) for r in ours if r in theirs})
 
@@ -208,7 +208,7 @@ def build_rows(args: argparse.Namespace, found: dict[Setting, Row]) -> list[Row]
 
 
 def summarize(values: dict[int, float]) -> Row | None:
-    """Return median, min, max and the values themselves, by round; None if there are none."""
+    """Return median, min, max and the values of the rounds, or None if there are none."""
     return {**trial.spread(list(values.values())), "rounds": values} if values else None
 
 

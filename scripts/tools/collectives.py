@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node 2 scripts/tools/collectives.py
 
-Prints seconds by bytes, as JSON. scaling.py and doctor.py measure with it, too.
+The tool prints seconds by bytes, as JSON. scaling.py and doctor.py also measure with it.
 """
 
 import json
@@ -25,7 +25,7 @@ def largest(number: int) -> int:
 def time_all_reduce(
     sizes: Sequence[int], device: torch.device, repeats: int = 4
 ) -> dict[int, tuple[float, bool]]:
-    """Return for each message, in bytes, the least seconds, and whether all sums were right.
+    """Return the least seconds for each message size in bytes, and whether all sums were right.
 
     Collective.
     """

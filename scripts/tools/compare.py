@@ -2,7 +2,7 @@
 
     python scripts/tools/compare.py runs/quickstart-20260101-120000/{single,dp,ddp}
 
-The speed-up counts from the first run. quickstart.sh also asks whether other programs kept the
+The speed-up is relative to the first run. quickstart.sh also asks whether other programs kept the
 machine busy meanwhile.
 """
 
@@ -16,24 +16,24 @@ from typing import Any
 NAMES = ("technique", "devices", "threads", "accuracy", "images/s", "speed-up", "seconds", "memory")
 # Speed and accuracy are compared between runs in which these are the same.
 ALIKE = ("dataset", "model", "global_batch_size", "global_step", "amp", "torch_version")
-BUSY = 0.05  # of the machine; more spoils a figure
+BUSY = 0.05  # share of the machine, above which other programs spoil a figure
 READING = """\
 How to read it:
-  accuracy    after as many steps of {global_batch_size} images each; data parallelism changes the
-              speed, not the result. What differs is random shifts, and the images over which a
-              batch is normalised
+  accuracy    after the same number of steps, of {global_batch_size} images each. Data parallelism
+              changes the speed, not the result. The random shifts differ, and so do the images
+              over which a batch is normalised
   images/s    training speed over all devices, without the first steps, start-up and evaluation
   speed-up    against the first row. DP copies the network for every batch, DDP averages gradients:
-              with a network this small either may lose to one device, so measure your own
-  seconds     from the start of a training process to its end; torchrun adds some of its own
-  memory      the most that the processes held, added up; what they share counts in each of them.
+              with a network this small both may lose to one device, so measure your own
+  seconds     from the start of a script's process to its end. torchrun adds some seconds
+  memory      the most that each process held, summed. Shared memory counts in each of them.
               For DP on GPUs it is the memory of the first GPU"""
 
 
 def read_usage(pid: int) -> list[float]:
-    """Return seconds of all CPUs, those in use, and those that a process and its children used.
+    """Return the seconds of all CPUs, those in use, and those of a process and its children.
 
-    Only children that have ended count, see proc(5). Without /proc all three are 0.
+    Only children that have ended count, see proc(5). Without /proc all three values are 0.
     """
     try:
         words = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
@@ -72,7 +72,7 @@ def describe_devices(summaries: list[dict[str, Any]]) -> str:
 
 
 def is_whole_cpu(summary: dict[str, Any], baseline: dict[str, Any]) -> bool:
-    """Return whether a single run has more cores than the first run, where a core is a device."""
+    """Return whether a single run has more cores than the first run, if a core is a device."""
     return (
         summary["technique"] == "single"
         and summary["device"] == "cpu"
@@ -81,14 +81,14 @@ def is_whole_cpu(summary: dict[str, Any], baseline: dict[str, Any]) -> bool:
 
 
 def find_differences(summaries: list[dict[str, Any]]) -> list[str]:
-    """Return in what these runs differ so that their speeds cannot be compared."""
+    """Return the differences because of which the speeds of these runs cannot be compared."""
     found = {name: [str(s.get(name)) for s in summaries] for name in ALIKE}
     found["resumed_from"] = [str(s.get("resumed_from") or "the start") for s in summaries]
     return [f"{name} ({', '.join(v)})" for name, v in found.items() if len({*v}) > 1]
 
 
 def read_summary(folder: str) -> dict[str, Any]:
-    """Read a run's summary; end with one line if there is none."""
+    """Read a run's summary. If there is none, end with one line."""
     path = Path(folder) / "summary.json"
     try:
         summary = json.loads(path.read_text())

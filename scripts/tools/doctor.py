@@ -1,11 +1,11 @@
-"""Examine a machine, or all machines of a job, before a run does.
+"""Examine a machine, or all machines of a job, before a run.
 
     python scripts/tools/doctor.py
     torchrun --standalone --nproc_per_node 2 scripts/tools/doctor.py
     srun python scripts/tools/doctor.py --json
 
-Start it with the launcher, the settings and the flags of the training. Rank 0 prints a table of
-checks, each with what was found and how to repair it. The exit status is 1 if one failed.
+Start the doctor with the launcher, the settings and the flags of the run. Rank 0 prints a table of
+checks. Each row says what was found, and how to repair it. The exit status is 1 if a check failed.
 """
 
 import argparse
@@ -42,8 +42,8 @@ from utils.errors import describe
 SLOW_FACTOR = 1.5  # times the median
 SIZES = (4, 2**10, 2**20, 2**24)  # bytes to all-reduce
 OK, WARNING, FAILURE = "ok", "warning", "failure"
-OTHERS_MIB = 100  # of memory in use on a GPU that are worth a warning
-SHM_MIB = 512  # a container has 64 unless it is given more
+OTHERS_MIB = 100  # of a GPU's memory in use, above which there is a warning
+SHM_MIB = 512  # a container has 64 by default
 OPEN_FILES = 1024  # what most systems give
 Facts = list[dict[str, Any]]  # of all ranks, in their order
 
@@ -58,13 +58,13 @@ class Finding(NamedTuple):
 
 
 def judge(check: str, problems: list[str], found: str, fix: str, state: str = WARNING) -> Finding:
-    """Return a row: the problems, in that state, with their cure; or what was found."""
+    """Return a row with the problems, their state and cure, or else with what was found."""
     text = "; ".join(sorted(set(problems)))
     return Finding(check, state, text, fix) if text else Finding(check, OK, found)
 
 
 def facts_of_host() -> dict[str, Any]:
-    """Return MiB free in /dev/shm, what ``ulimit`` allows (None: any number)."""
+    """Return MiB free in /dev/shm, and what ``ulimit`` allows (None means any number)."""
     facts: dict[str, Any] = {"shm": None}
     with suppress(OSError):  # not on every system
         status = os.statvfs("/dev/shm")
@@ -76,8 +76,8 @@ def facts_of_host() -> dict[str, Any]:
 def ask_driver() -> dict[str, list[str]]:
     """Return MiB in use, and the driver's version, by the UUID of each GPU.
 
-    By UUID, as nvidia-smi and CUDA number GPUs in orders of their own. To be asked before this job
-    takes memory itself.
+    The key is the UUID, since nvidia-smi and CUDA number GPUs in different orders. Call this before
+    the job itself takes memory.
     """
     query = "--query-gpu=uuid,memory.used,driver_version"
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
@@ -91,7 +91,7 @@ def ask_driver() -> dict[str, list[str]]:
 def facts_of_device(
     device: torch.device, visible: list[torch.device], gpus: dict[str, list[str]]
 ) -> dict[str, Any]:
-    """Return what is known of this rank's device, and of its way to the others that it sees."""
+    """Return what is known of this rank's device, and of its peer access to other devices."""
     driver = next((row[1] for row in gpus.values()), "")
     if device.type != "cuda":
         return {"device": device.type, "driver": driver}
@@ -152,7 +152,7 @@ def check_gpus(facts: Facts, backend: str) -> list[Finding]:
     drivers = sorted({fact["driver"] for fact in facts})
     differ = [f"{fact['driver'] or 'none'} on {fact['name']}" for fact in facts]
     state = FAILURE if backend == "nccl" else WARNING
-    slower = "it is slower without; if the first collective hangs: NCCL_P2P_DISABLE=1"
+    slower = "it is slower without. If the first collective hangs: NCCL_P2P_DISABLE=1"
     same = "install the same on every host"
     return [
         judge("devices", shared, ", ".join(sorted(devices)), "one process for each GPU", state),
@@ -173,7 +173,7 @@ def versions() -> dict[str, str]:
 
 
 def facts_of_data(name: str, data_dir: str) -> dict[str, Any]:
-    """Return a checksum of a data set, or why it can't be read; nothing if it isn't fetched yet."""
+    """Return a checksum of a data set, or why it can't be read. Empty if it isn't fetched yet."""
     source = data.SOURCES[name]
     if source.mirrors and not Path(data_dir, source.folder).is_dir():
         return {}
@@ -183,7 +183,7 @@ def facts_of_data(name: str, data_dir: str) -> dict[str, Any]:
             for tensor in (part.images, part.labels):
                 checksum = zlib.crc32(tensor.contiguous().numpy().data, checksum)
         return {"sum": checksum}
-    except Exception as error:  # a user's own function fails in any way
+    except Exception as error:  # a user's own function can fail in any way
         return {"problem": describe(error)}
 
 
@@ -325,7 +325,7 @@ def examine(facts: Facts, args: argparse.Namespace, backend: str) -> list[Findin
 def run(args: argparse.Namespace, job: Job) -> int:
     """Examine, report from rank 0, and return the exit status."""
     out = os.dup(1)
-    if args.json:  # for which gloo must not write there, too (torch 2.9)
+    if args.json:  # and gloo must not write there (torch 2.9)
         os.dup2(2, 1)
     own, gpus = facts_of_this_rank(args), ask_driver()
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -368,7 +368,7 @@ def report(rows: list[Finding], json_file: int | None) -> None:
 def main() -> int:
     signals.install_handlers()
     flags = [flag for flag in sys.argv[1:] if flag != "--json"]
-    # The flags of the training, but less patience: what comes later on the line wins.
+    # These are the flags of the run, but with shorter timeouts. A later flag wins.
     args = config.parse_args("ddp", __doc__, ["--rdzv-timeout=30", "--timeout=30", *flags])
     args.json = "--json" in sys.argv
     return launch(run, args)

@@ -1,13 +1,14 @@
-"""Ask a trained network: about image files, or about the test set it never saw.
+"""Ask a trained network about image files, or about the test set that it never saw.
 
     python scripts/tools/predict.py runs/single-20260101-120000 digit.png
     python scripts/tools/predict.py runs/single-20260101-120000 --test
 
-Takes the run directory or a checkpoint of any of the three scripts. A picture of a digit, a PNG or
-JPEG, is made into what MNIST consists of: grey, light on dark, cut to what is drawn, its longer
-side scaled to 20 pixels, its centre of mass in the middle of 28 x 28. For a data set of your own it
-is scaled to the size of that set's images. --test also draws the confusion matrix and the mistakes
-into the run's TensorBoard and into PNG files in its folder.
+The tool takes the run directory or a checkpoint of any of the three scripts. It turns a picture of
+a digit, a PNG or JPEG, into an image like those of MNIST: grey, light on dark. It cuts out the
+digit and scales the longer side to 20 pixels. The centre of mass goes to the middle of 28 x 28. For
+a data set of your own the picture is only scaled to the size of that set's images. --test also
+draws the confusion matrix and the mistakes, into the run's TensorBoard and into PNG files in its
+folder.
 """
 
 import argparse
@@ -44,15 +45,15 @@ CLASSES = {
 PRECISIONS = ("off", "bf16", "fp16")
 Sets = tuple[data.ImageSet, data.ImageSet]  # training set and test set
 SIDE = 28  # pixels of an image of MNIST, and of those that have its form
-WORKING_SIZE = 280  # pixels: larger images are shrunk first, which also smooths a photo's grain
+WORKING_SIZE = 280  # pixels. Larger images are shrunk first, which also smooths a photo's grain
 MIN_CONTRAST = 25  # of 255
-PAPER = 0.2  # share of the darkest ink up to which all is paper: its grain, shadows
+PAPER = 0.2  # share of the darkest ink, up to which a pixel is paper, grain or shadow
 COLUMNS, MAX_MISTAKES = 8, 48
-MAX_NAMED = 20  # classes, up to which the cells of the matrix have numbers
+MAX_NAMED = 20  # classes. With more of them, the cells of the matrix have no numbers
 
 
 class InputError(UserError):
-    """A file that cannot be used; the message says why."""
+    """A file that cannot be used. The message says why."""
 
     exit_status = 2
 
@@ -87,7 +88,7 @@ def read_image(path: Path, mode: str = "L") -> Tensor:
 
 
 def resize(pixels: Tensor, height: int, width: int) -> Tensor:
-    """Scale [..., H, W], smoothing if it shrinks; the result is float."""
+    """Scale [..., H, W], and smooth if it shrinks. The result is float."""
     images = pixels.float().reshape(1, -1, *pixels.shape[-2:])
     scaled = F.interpolate(images, (height, width), mode="bilinear", antialias=True)
     return scaled.view(*pixels.shape[:-2], height, width)
@@ -96,9 +97,9 @@ def resize(pixels: Tensor, height: int, width: int) -> Tensor:
 def normalise(levels: Tensor, box: int) -> Tensor:
     """Turn grey levels [H, W] into an image of MNIST's form, uint8 [28, 28], light on dark.
 
-    As MNIST was made (http://yann.lecun.com/exdb/mnist): what is drawn is fitted into ``box`` x
-    ``box`` pixels, and its centre of mass put into the middle. The border shows the background.
-    An image of 28 x 28 has that form already, and is at most inverted.
+    This follows the making of MNIST (http://yann.lecun.com/exdb/mnist). The drawing is fitted into
+    ``box`` x ``box`` pixels, and its centre of mass goes to the middle. The border shows the
+    background. An image of 28 x 28 already has this form, and is at most inverted.
     """
     pixels = levels.float()
     if (longer := max(pixels.shape)) > WORKING_SIZE:
@@ -107,7 +108,7 @@ def normalise(levels: Tensor, box: int) -> Tensor:
     border = torch.cat([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]]).median()
     darker, lighter = border - pixels.min(), pixels.max() - border
     if max(darker, lighter) < MIN_CONTRAST:
-        raise InputError("shows nothing: all of it has about the same grey")
+        raise InputError("shows nothing: all pixels have about the same grey")
     if pixels.shape == (SIDE, SIDE):
         return (255 - pixels if darker > lighter else pixels).to(torch.uint8)
     ink = (border - pixels if darker > lighter else pixels - border).clamp(min=0)
@@ -120,7 +121,7 @@ def normalise(levels: Tensor, box: int) -> Tensor:
     canvas = torch.zeros(SIDE, SIDE)
     weights = ink.sum(1), ink.sum(0)
     centres = [float((w * torch.arange(len(w))).sum() / w.sum()) for w in weights]
-    # To whole pixels, and never over the edge.
+    # Move by whole pixels, and never over the edge.
     top, left = (
         min(max(0, round((SIDE - 1) / 2 - centre)), SIDE - side)
         for centre, side in zip(centres, ink.shape, strict=True)
@@ -139,7 +140,7 @@ def confusion_matrix(labels: Tensor, predictions: Tensor) -> Tensor:
 def draw_confusion(figure: Any, matrix: Tensor) -> None:
     """Draw a confusion matrix into a figure of matplotlib.
 
-    The blue grows with the logarithm of the count, or a few mistakes would not show.
+    The blue grows with the logarithm of the count. Otherwise a few mistakes would be invisible.
     """
     axis = figure.subplots()
     axis.imshow(matrix.double().log1p().numpy(), cmap="Blues")
@@ -177,7 +178,7 @@ def draw_mistakes(
 
 
 class Trained(NamedTuple):
-    """A network to ask, where its checkpoint stands, and what its run says of itself."""
+    """A network to ask, the position of its checkpoint, and what its run says about itself."""
 
     model: nn.Module
     dataset: str
@@ -191,8 +192,8 @@ class Trained(NamedTuple):
 def probabilities_of(trained: Trained, images: Tensor, precision: Precision) -> Tensor:
     """Return the probabilities [N, C], on the CPU, of images uint8 [N, ...].
 
-    In the batches of the evaluation, and in float64, in which no two logits round to one
-    probability: so the predictions are those that the evaluation counts.
+    The batches are those of the evaluation. In float64 no two logits round to one probability. So
+    the predictions are those that the evaluation counts.
     """
     logits, transform = [], data.Transform(trained.device, trained.dataset)
     for batch in images.split(data.EVAL_BATCH_SIZE):
@@ -244,7 +245,7 @@ def describe(probabilities: Tensor, dataset: str) -> str:
 def prepare_image(path: Path, dataset: str, examples: Tensor | None) -> Tensor:
     """Return an image file as an image of the data set, uint8.
 
-    ``examples`` are images of a data set that does not have MNIST's form; None otherwise.
+    ``examples`` are images of a data set that does not have MNIST's form, or None.
     """
     if examples is None:
         return normalise(read_image(path), BOXES[dataset])
@@ -255,11 +256,11 @@ def prepare_image(path: Path, dataset: str, examples: Tensor | None) -> Tensor:
 
 
 def run_test(trained: Trained, sets: Sets, precision: Precision) -> None:
-    """Print the accuracy on the test set; draw the confusion matrix and the mistakes."""
+    """Print the accuracy on the test set, and draw the confusion matrix and the mistakes."""
     train_set, test_set = sets
     labels = test_set.labels
     if labels.is_floating_point():
-        raise UsageError(f"the labels of {trained.dataset} are no classes: nothing can be counted")
+        raise UsageError(f"the labels of {trained.dataset} are not classes: nothing to count")
     probabilities = probabilities_of(trained, test_set.images, precision)
     confidences, predictions = probabilities.max(1)
     correct, count = int((predictions == labels).sum()), len(test_set)
@@ -267,10 +268,10 @@ def run_test(trained: Trained, sets: Sets, precision: Precision) -> None:
     told = trained.told.get("test_correct")
     is_last = trained.told.get("global_step") == trained.progress["global_step"]
     if is_last and told not in (None, correct):
-        print(f"summary.json says {told:,}: another device rounds otherwise", file=sys.stderr)
+        print(f"summary.json says {told:,}: another device rounds differently", file=sys.stderr)
     try:
         figures = {"confusion_matrix": trial.new_figure(6, 6), "mistakes": trial.new_figure(9, 8)}
-    except UserError as error:  # the score is worth something without them
+    except UserError as error:  # the score is useful without them
         print(error, file=sys.stderr)
         return
     draw_confusion(figures["confusion_matrix"], confusion_matrix(labels, predictions))
@@ -311,7 +312,7 @@ def run(args: argparse.Namespace) -> int:
     for path in args.images:
         try:
             image = prepare_image(path, trained.dataset, sets[1].images if is_own else None)
-        except InputError as error:  # the other images are none the worse for it
+        except InputError as error:  # the other images can still be read
             print(f"predict.py: error: {printable(str(path))} {error}", file=sys.stderr)
             status = error.exit_status
             continue

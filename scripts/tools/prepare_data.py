@@ -2,7 +2,7 @@
 
     python scripts/tools/prepare_data.py mnist --data-dir data
 
-Training does the same by itself; this is for a machine that will have no network later.
+Training does the same by itself. Use this tool for a machine that will have no network later.
 """
 
 import argparse

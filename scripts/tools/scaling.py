@@ -4,15 +4,15 @@
     python scripts/tools/scaling.py --step-ms 120 --gradient-mb 102 --latency-us 10 --bandwidth 12.5
 
 The figures are the seconds of a step on one device, the bytes of the gradients, and latency and
-bandwidth of the link between two devices. Those that are not given are measured here: the step by
-train_single.py, the link by an all-reduce between two ranks. If the step is measured, real runs on
-one and two devices check the prediction (--no-check leaves them out).
+bandwidth of the link between two devices. The tool measures the figures that are not given: the
+step by train_single.py, the link by an all-reduce between two ranks. If it measures the step, real
+runs on one and two devices check the prediction. --no-check leaves these runs out.
 
 The model. A ring all-reduce sends 2(n-1) messages, each of 1/n of the gradients (Thakur et al.
 2005, https://doi.org/10.1177/1094342005051521). DDP hides all but the last of its buckets behind
 the backward, as far as they fit. DP copies the network to each device and sums the gradients on the
-first, over that device's link, and hides nothing. All links are alike and no device is late: this
-is the best case.
+first device. All of this goes over the link of the first device, and DP hides nothing. All links
+are alike and no device is late, so this is the best case.
 """
 
 import argparse
@@ -56,8 +56,8 @@ class Model(NamedTuple):
     def ddp(self, devices: int) -> float:
         """Return the seconds of a step of DDP.
 
-        Of k equal buckets the i-th is ready after i/k of the backward, and they are sent one after
-        the other. With one bucket nothing overlaps.
+        There are k equal buckets. Bucket i is ready after i/k of the backward, and they are sent
+        one after the other. With one bucket nothing overlaps.
         """
         buckets = max(1, math.ceil(self.gradients / BUCKET_BYTES))
         each = self.ring(devices, self.gradients / buckets)
@@ -68,7 +68,7 @@ class Model(NamedTuple):
     def dp(self, devices: int) -> float:
         """Return the seconds of a step of DP: a broadcast of the weights, a reduce of gradients.
 
-        Scatter and gather send little beside them, and count as a latency each.
+        Scatter and gather send little in comparison, and count as one latency each.
         """
         copies = 2 * self.gradients / self.bandwidth if devices > 1 else 0.0
         return self.step + copies + 4 * (devices - 1) * self.latency

@@ -1,17 +1,17 @@
-"""Let a large world meet on this machine, and lose a rank: how long it takes, and what it needs.
+"""Let a large world meet on this machine, and lose a rank, to see how long both take.
 
     python scripts/tools/simulate.py --ranks 64 256 1024
 
 Ranks are threads of a few processes. Rank 0 and the rank that gets lost have processes of their
 own. Stores and messages are the real ones, and each rank holds as many connections to rank 0's
-store as a rank of a job does. Prints a row for each size:
+store as a rank of a job does. The tool prints a row for each size:
 
 - meeting: seconds from the first rank's start until every rank knows that all are there, and MB
   and descriptors of rank 0.
-- missing: the same with a rank that never comes, in seconds after the time for the meeting is over.
-- lost: a rank gets killed. Seconds until every other rank knows its name.
+- missing: a rank never comes. Seconds from the end of the meeting's time until every rank knows.
+- lost: a rank gets killed. Seconds until every other rank knows its number.
 
-The exit status is 1 if a rank got another answer than the right one.
+The exit status is 1 if a rank got a wrong answer.
 """
 
 import argparse
@@ -55,7 +55,7 @@ LOST = "gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"
 
 
 class Row(NamedTuple):
-    """What one size took; ``met`` and ``right`` count ranks with the right answer."""
+    """The figures of one size. ``met`` and ``right`` count ranks with the right answer."""
 
     ranks: int
     met: int
@@ -79,7 +79,7 @@ def attend(rank: int, size: int, port: int, seconds: float) -> Job:
 
 
 def traffic() -> tuple[float, int]:
-    """Return MB that the open connections of this process carried, and how many descriptors."""
+    """Return the MB that the open connections of this process carried, and its descriptors."""
     total, numbers = 0, os.listdir("/proc/self/fd")
     for number in numbers:
         with suppress(OSError), socket.socket(fileno=os.dup(int(number))) as connection:
@@ -91,8 +91,8 @@ def traffic() -> tuple[float, int]:
 def live(
     ranks: list[int], size: int, port: int, seconds: float, begin: Any, lose: Any, results: Any
 ) -> None:
-    """Be some ranks of the world: meet, and once ``lose`` is set name the lost one."""
-    # Nothing is sent by this process group. With it the ranks count as being in training.
+    """Be some ranks of the world: meet, and name the lost rank once ``lose`` is set."""
+    # This process group sends nothing. With it the ranks count as being in training.
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     jobs: dict[int, Job] = {}
 
@@ -122,7 +122,7 @@ def live(
     begin.wait()
     results.put((in_threads(arrive), None))
     if ranks == [size - 2]:
-        signal.pause()  # the one that gets lost: an event would wait for it
+        signal.pause()  # the rank that gets lost, for which an event would wait
     lose.wait()
     before = traffic()
     results.put((in_threads(name_lost), (before, traffic()) if ranks == [0] else None))
@@ -130,10 +130,10 @@ def live(
 
 
 def leave_network() -> None:
-    """Go on in a network of our own, where root may have one.
+    """Go on in a network of our own, if root may have one.
 
-    The thread that serves rank 0's store asks for the name of each new connection, and a name
-    server that drops some of so many questions would be what is measured.
+    The thread that serves rank 0's store looks up the host name of each new connection. A name
+    server that drops some of these many questions would decide the result.
     """
     if os.geteuid() == 0 and ctypes.CDLL(None).unshare(CLONE_NEWNET) == 0:
         with socket.socket() as any_socket:

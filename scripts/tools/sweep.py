@@ -9,8 +9,8 @@ For each technique (DP and DDP on two devices) and each global batch it trains t
 accuracy of the seeds reaches the goal. A run that diverges counts as 10 %, which is guessing. What
 stands after -- goes to the scripts.
 
-The accuracy is that of the test set, and it ends the search, as in MLPerf and DAWNBench. So it is
-no estimate of how well the model does on images that had no part in choosing its length.
+The accuracy is that of the test set, and it ends the search, as in MLPerf and DAWNBench. So it does
+not estimate how well the model does on new images.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def build_command(key: Key, args: argparse.Namespace) -> list[list[Any]]:
 
 
 def train(key: Key, args: argparse.Namespace) -> list[float]:
-    """Return what one run came to; one that diverged took no time."""
+    """Return the result of one run. A run that diverged took no time."""
     try:
         outcome = trial.train(build_command(key, args), args.time_limit)
     except trial.TrialError as error:
@@ -95,7 +95,7 @@ def sweep(args: argparse.Namespace, found: Found) -> None:
 
 def mean(values: Any) -> float:
     numbers = list(values)
-    # Of shares of 10,000 images: their sum is not exact, and 99.00 % has to be 99 %.
+    # The sum of shares of 10,000 images is not exact, but 99.00 % has to be 99 %.
     return round(sum(numbers) / len(numbers), 8)
 
 

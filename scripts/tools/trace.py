@@ -3,9 +3,10 @@
     python scripts/tools/trace.py runs/ddp-20260101-120000
     python scripts/tools/trace.py --draw steps.svg runs/profiled/{single,dp,ddp}
 
-Prints the share of each phase in the profiled steps of rank 0, and how long each rank of a host
-waited for the slowest, and writes them to profile.json in the run directory. With --draw it draws
-one step of each run, one above the other to one scale (.svg or .png).
+The tool prints the share of each phase in the profiled steps of rank 0. It also prints how long
+each rank of a host waited for the slowest, and writes all of this to profile.json in the run
+directory. With --draw it draws one step of each run, one above the other to one scale (.svg or
+.png).
 """
 
 import argparse
@@ -28,7 +29,7 @@ from utils.config import OneLineParser
 from utils.errors import UserError, guard
 from utils.files import write_json
 
-# What PyTorch names by itself, by the beginnings of the names; "forward" the scripts name.
+# Phases by the beginnings of PyTorch's own names. The scripts themselves name "forward".
 PHASES = {
     "data": ("enumerate(DataLoader)",),
     "forward": (
@@ -47,11 +48,11 @@ PARTS = {
     "gather": ("Gather", "DataParallel.gather"),
 }
 REDUCING = tuple(f"{name}Backward" for name in ("Scatter", "Broadcast", "Gather"))
-UNNAMED = {("data", "forward"), ("forward", "backward")}  # between them lies more of the first
+UNNAMED = {("data", "forward"), ("forward", "backward")}  # the first has the time between
 COLLECTIVES = ("c10d::", "gloo:", "nccl:")
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
-SHORTEST = 0.005  # of a step, that a wait takes at least to be drawn
+SHORTEST = 0.005  # share of a step, below which a wait is not drawn
 COLOURS = {
     "data": "#bab0ac",
     "forward": "#4e79a7",
@@ -66,24 +67,24 @@ Lanes = dict[str, dict[str, Spans]]  # by their names, each with spans by colour
 
 
 class TraceError(UserError):
-    """A trace that is missing or cannot be used; the message says why."""
+    """A trace that is missing or cannot be used. The message says why."""
 
     exit_status = 2
 
 
 @dataclass
 class Trace:
-    """When one process did what in its profiled steps; microseconds since ``base``.
+    """What one process did when in its profiled steps, in microseconds since ``base``.
 
     Attributes:
         steps: the whole optimizer steps.
         clock: whose times these are: ``main thread``, or ``device`` if kernels ran.
-        phases: when the main thread was in which phase; its gaps are in none.
+        phases: when the main thread was in which phase. Its gaps are in no phase.
         busy: when something was computed for a phase.
-        parts: when data moved between devices or ranks, by the part it belonged to.
+        parts: when data moved between devices or ranks, by the part of the step.
         replicas: when each thread of DP's replicas ran an operation.
         reductions: when this rank began each of the gradients' reductions.
-        base: when the clock began, nanoseconds since 1970; ranks of one ``host`` share it.
+        base: when the clock began, nanoseconds since 1970. Ranks of one ``host`` share it.
     """
 
     steps: Spans
@@ -118,7 +119,7 @@ def joined(named: dict[Any, Spans]) -> Spans:
 
 
 def subtract(spans: Spans, others: Spans) -> Spans:
-    """Return the moments of ``spans`` that are not in ``others``; both as from ``union``."""
+    """Return the moments of ``spans`` that are not in ``others``. Both come from ``union``."""
     left: Spans = []
     for begin, end in spans:
         first = max(0, bisect_right(others, (begin, begin)) - 1)
@@ -139,7 +140,7 @@ def intersect(spans: Spans, others: Spans) -> Spans:
 
 
 def disjoint(named: dict[str, Spans], taken: Spans) -> dict[str, Spans]:
-    """Return the spans without ``taken`` and what an earlier name has: no moment counts twice."""
+    """Return the spans without ``taken`` and earlier names, so that no moment counts twice."""
     result = {}
     for name, spans in named.items():
         result[name] = subtract(union(spans), taken)
@@ -156,7 +157,7 @@ def span_of(event: Event) -> tuple[float, float]:
 
 
 def name_at(moment: float, named: dict[str, Spans]) -> str | None:
-    """Return the name of which a span holds the moment."""
+    """Return the name whose span contains the moment."""
     for name, spans in named.items():
         index = bisect_right(spans, (moment, float("inf"))) - 1
         if index >= 0 and moment < spans[index][1]:
@@ -167,8 +168,8 @@ def name_at(moment: float, named: dict[str, Spans]) -> str | None:
 def find_phases(events: list[Event], main: Any) -> dict[str, Spans]:
     """Return when the main thread was in which phase.
 
-    What has no name of its own is known by its place: from the loader to the forward the batch is
-    moved and transformed, and from the forward to the first operation of autograd comes the loss.
+    Some phases have no name, but a place. Between the loader and the forward the batch is moved and
+    transformed. Between the forward and the first operation of autograd comes the loss.
     """
     named: list[tuple[float, float, str]] = []
     for event in sorted(events, key=span_of):
@@ -190,7 +191,7 @@ def _phase(name: str, is_main: bool, before: str) -> str | None:
         if name.startswith(names) and (is_main or phase == "backward"):
             return phase
     if before == "backward" and name.startswith(COLLECTIVES):
-        return "backward"  # which is not over before the gradients are there
+        return "backward"  # the backward is not over before the gradients are there
     return "optimizer" if before == "backward" and is_main and name.startswith(CLIPPING) else None
 
 
@@ -207,7 +208,7 @@ def sort_events(events: list[Event], device_index: int = 0) -> Trace:
     main = numbered[0]["tid"]
     on_main = [e for e in on_host if e["tid"] == main]
     ends = [e["ts"] for e in on_main if e["name"].startswith("Optimizer.step")]
-    # After an epoch's last batch a step begins that gets no update.
+    # After an epoch's last batch a step begins, which gets no update.
     steps = [
         (begin, end)
         for begin, end in sorted(map(span_of, numbered))
@@ -223,11 +224,11 @@ def sort_events(events: list[Event], device_index: int = 0) -> Trace:
         trace.reductions = sorted(begin for begin, _ in trace.parts.get("in_backward", []))
         return trace
     trace = Trace(steps, "main thread", phases, *_sort_operations(on_main, events, phases))
-    # From a hook of the last gradient of a bucket; the agreement to stop is begun by no gradient.
+    # A hook of a bucket's last gradient begins these. No gradient begins the agreement to stop.
     hooks = union([span_of(e) for e in on_main if e["name"].startswith(PHASES["backward"])])
     launches = sorted(e["ts"] for e in on_main if e["name"] == "c10d::allreduce_")
     trace.reductions = [moment for moment in launches if name_at(moment, {"hook": hooks})]
-    # While DP's forward does nothing but wait for its replicas, other threads are theirs.
+    # While DP's forward only waits for its replicas, the other threads are those of the replicas.
     forwards = union([span_of(e) for e in on_main if e["name"] == "DataParallel.forward"])
     applying = subtract(forwards, joined(trace.parts))
     replicas: dict[Any, Spans] = defaultdict(list)
@@ -252,8 +253,8 @@ def _sort_operations(
 ) -> tuple[dict[str, Spans], dict[str, Spans]]:
     """Return when the main thread computes, by phase, and when data moves, by part.
 
-    It waits if it is in a collective or in DP's copying, or if it runs no operation while a thread
-    of gloo's is in a collective.
+    The main thread waits if it is in a collective or copies for DP. It also waits if it runs no
+    operation while a thread of gloo is in a collective.
     """
     parts: dict[str, Spans] = defaultdict(list)
     blocking, operations = [], []
@@ -275,7 +276,7 @@ def _sort_operations(
 def _sort_kernels(
     kernels: list[Event], on_host: list[Event], phases: dict[str, Spans]
 ) -> tuple[dict[str, Spans], dict[str, Spans]]:
-    """Do the same for a device; a launch says to which phase and part a kernel belongs."""
+    """Do the same for a device. A launch says to which phase and part a kernel belongs."""
     launches = {e["args"]["correlation"]: e for e in on_host if "correlation" in e.get("args", {})}
     copying: dict[Any, dict[str, Spans]] = defaultdict(dict)  # when a thread was in a part of DP
     for event in on_host:
@@ -298,11 +299,11 @@ def _sort_kernels(
 
 
 def share_out(trace: Trace) -> dict[str, Any]:
-    """Return the shares of the phases in the profiled steps; they add up to 1.
+    """Return the shares of the phases in the profiled steps, which add up to 1.
 
-    Communication is what is waited for, a slower rank included: what runs beside other operations
-    is hidden, and counts in ``communication_total`` only. ``gaps`` is the rest: Python, logging and
-    metrics, and an idle device.
+    Communication is the time in which the process waits for it, a slower rank included.
+    Communication beside other operations is hidden, and counts in ``communication_total`` only.
+    ``gaps`` is the rest: Python, logging and metrics, and an idle device.
     """
     window = [(trace.steps[0][0], trace.steps[-1][1])]
     wall = length(window)
@@ -330,9 +331,9 @@ def share_out(trace: Trace) -> dict[str, Any]:
 
 
 def waits(traces: list[Trace]) -> list[float]:
-    """Return what share of its steps each rank waited, in the backward, for the last to come.
+    """Return the share of its steps in which each rank waited, in the backward, for the last rank.
 
-    Ranks on several hosts have several clocks: nothing is returned.
+    Ranks on several hosts have several clocks, so the result is empty.
     """
     if len({(trace.host, len(trace.reductions)) for trace in traces}) > 1:
         return []
@@ -364,12 +365,12 @@ def read_trace(path: Path) -> Trace:
 
 
 def analyse(run_dir: Path) -> dict[str, Any]:
-    """Return what the trace of rank 0 says of a run's steps; raises a ``TraceError``."""
+    """Return what the trace of rank 0 says of a run's steps, or raise a ``TraceError``."""
     return share_out(read_trace(run_dir / "profile" / "rank0.json.gz"))
 
 
 def read_ranks(run_dir: Path) -> list[Trace]:
-    """Read the traces of all ranks that are there, in their order."""
+    """Read the traces that exist, in the order of their ranks."""
     paths = (run_dir / "profile").glob("rank*.json.gz")
     return [read_trace(path) for path in sorted(paths, key=lambda path: (len(path.name), path))]
 
@@ -409,7 +410,7 @@ def title_of(run_dir: Path) -> str:
 
 
 def lanes_of(traces: list[Trace]) -> tuple[Lanes, float]:
-    """Return the lanes of a run's step of middle length, and that length; microseconds.
+    """Return the lanes of a run's step of middle length, and that length, in microseconds.
 
     Times begin with the step of the rank that began it first.
     """

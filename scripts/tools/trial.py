@@ -29,11 +29,11 @@ from utils.errors import UsageError, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_SECONDS = 10.0  # for a process to end after SIGTERM
-# Left in a shell, they would make every run take itself for a rank of another job.
+# With these variables, left in a shell, every run would think that it is a rank of another job.
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SCRIPTS = {
     **{name: f"train_{name}.py" for name in ("single", "dp", "ddp")},
-    "limit": "train_single.py",  # as many of them as devices, each on its own
+    "limit": "train_single.py",  # one run on each device
     "bare": "scripts/tools/bare.py",
 }
 CHART_HINT = "no chart: pip install matplotlib (requirements-dev.txt has the version)"
@@ -41,11 +41,11 @@ Item = TypeVar("Item")
 
 
 class TrialError(UserError):
-    """A command failed or took too long; the message is one line."""
+    """A command failed or took too long. The message is one line."""
 
 
 class Outcome(NamedTuple):
-    """What runs at the same time came to: the first summary, the sum of images/s, peak bytes."""
+    """The result of runs at the same time: the first summary, the sum of images/s, peak bytes."""
 
     summary: dict[str, Any]
     speed: float
@@ -81,7 +81,7 @@ def build_parser(name: str, description: str | None) -> config.OneLineParser:
 
 
 def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the tool's flags; fill in ``flags`` (after ``--``), ``device`` and ``available``."""
+    """Parse the tool's flags. Fill in ``flags`` (after ``--``), ``device`` and ``available``."""
     end = list(argv).index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:end])
     try:
@@ -111,7 +111,7 @@ def choose_dataset(args: argparse.Namespace) -> int:
 def build_commands(
     technique: str, devices: int, args: argparse.Namespace, flags: dict[str, Any]
 ) -> list[list[Any]]:
-    """Return the commands of a setting, of ``limit`` several; refuse what the tool itself sets."""
+    """Return the commands of a setting (several for ``limit``). Refuse flags of the tool itself."""
     flags = {"--dataset": args.dataset, "--data-dir": args.data_dir} | flags
     flags["--device"] = args.device
     if args.device != "cpu":
@@ -134,7 +134,7 @@ def build_commands(
 def run(*commands: Sequence[Any], limit: float) -> list[str]:
     """Run commands at the same time, and return what each printed on stdout.
 
-    If one fails, after ``limit`` seconds and on Ctrl-C all are ended.
+    All commands are ended if one fails, after ``limit`` seconds, and on Ctrl-C.
     """
     environ = {name: v for name, v in os.environ.items() if name not in LAUNCHER_VARIABLES}
     deadline = time.monotonic() + limit
@@ -149,7 +149,7 @@ def run(*commands: Sequence[Any], limit: float) -> list[str]:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=errors,
-                start_new_session=True,  # Ctrl-C comes to us, and we end all that it started
+                start_new_session=True,  # only this process gets Ctrl-C, and it ends the others
             )
             stack.callback(_end, process)
             started.append((process, output, errors))
@@ -166,7 +166,7 @@ def run(*commands: Sequence[Any], limit: float) -> list[str]:
             told.append(output.read())
             if process.returncode:
                 lines = ["no word", *errors.read().split("\n")]
-                # Our own messages say "error:"; a launcher's report comes after them.
+                # Our own messages say "error:". A launcher's report comes after them.
                 lines = [line for line in lines if ": error: " in line] or lines[-2:]
                 raise TrialError(f"exit status {process.returncode}: {lines[0].strip()}")
         return told
@@ -182,7 +182,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def train(commands: Sequence[Sequence[Any]], limit: float) -> Outcome:
-    """Train at the same time, each in a temporary run directory; raise a ``TrialError``."""
+    """Train at the same time, each in a temporary run directory, or raise a ``TrialError``."""
     with tempfile.TemporaryDirectory(prefix="mnist-trial-") as folder:
         run_dirs = [Path(folder, str(number)) for number in range(len(commands))]
         begin = time.monotonic()
@@ -199,7 +199,7 @@ def train(commands: Sequence[Sequence[Any]], limit: float) -> Outcome:
 
 
 def in_turns(items: Sequence[Item], rounds: int) -> Iterator[tuple[int, Item]]:
-    """Yield every item once a round, backwards in every second: a drift then favours none."""
+    """Yield every item once a round, in turns backwards, so that a drift favours none."""
     for number in range(rounds):
         for item in items if number % 2 == 0 else reversed(items):
             yield number, item
@@ -218,7 +218,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return a figure of matplotlib, which needs no display; raises if it is not installed."""
+    """Return a figure of matplotlib, which needs no display. Raise if it is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -263,13 +263,13 @@ def where(machine: dict[str, Any]) -> str:
 
 
 def watch_others() -> Callable[[], str]:
-    """Return what later returns a sentence if other programs took much of the machine meanwhile."""
+    """Return a function that says whether other programs used much of the machine since now."""
     begin = read_usage(os.getpid())
     return lambda: " ".join(describe_others(begin, read_usage(os.getpid())).split())
 
 
 def raise_on_sigterm() -> None:
-    """Let SIGTERM end a measurement as Ctrl-C does: by KeyboardInterrupt, with what there is."""
+    """Let SIGTERM end a measurement as Ctrl-C does, with the results that there are."""
 
     def interrupt(number: int, frame: Any) -> NoReturn:
         raise KeyboardInterrupt
