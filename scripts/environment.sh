@@ -11,7 +11,7 @@ fail() {
     exit 2
 }
 
-# read_flags SCRIPT FLAG...: set dry_run and flags; --help prints the comment that opens SCRIPT.
+# read_flags SCRIPT FLAG...: set dry_run and flags. --help prints the comment that opens SCRIPT.
 # shellcheck disable=SC2034 # the scripts read them
 read_flags() {
     local script=$1 flag
@@ -25,8 +25,8 @@ read_flags() {
     done
 }
 
-# count_gpus PYTHON: print how many GPUs the torch of that Python can use. It may list more than
-# that: NVML counts GPUs for which the driver is too old.
+# count_gpus PYTHON: print how many GPUs the torch of that Python can use. torch may list more GPUs
+# than it can use, because NVML counts GPUs for which the driver is too old.
 count_gpus() {
     PYTHONWARNINGS=ignore "$1" -c '
 import sys
@@ -46,7 +46,7 @@ if listed > usable:
 print(usable)'
 }
 
-# refuse_dangling PYTHON: fail if that is a link to an interpreter which no longer exists.
+# refuse_dangling PYTHON: fail if PYTHON is a link to an interpreter that no longer exists.
 refuse_dangling() {
     if [[ -L $1 && ! -e $1 ]]; then
         fail "$1 leads to a Python that is gone, because Python was upgraded or removed: remove" \
@@ -54,7 +54,7 @@ refuse_dangling() {
     fi
 }
 
-# satisfied PYTHON FILE...: return whether that Python has what the requirements files ask for.
+# satisfied PYTHON FILE...: return whether that Python satisfies the requirements files.
 satisfied() {
     command -v "$1" >/dev/null || return 1
     "$1" - "${@:2}" <<'PYTHON_CODE'
@@ -73,7 +73,7 @@ sys.exit(sys.version_info < (3, 10) or not all(found))
 PYTHON_CODE
 }
 
-# make_environment FILE...: set PYTHON to the one in $VENV, and install these requirements there.
+# make_environment FILE...: set PYTHON to that of $VENV, and install these requirements there.
 make_environment() {
     PYTHON=$VENV/bin/python
     refuse_dangling "$PYTHON"
@@ -85,7 +85,7 @@ make_environment() {
         is_new=true
         "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
             fail "Python 3.10 or later is needed: install python3, or name one in BASE_PYTHON"
-        # Only what this run makes: a half-made environment would be in the way of the next run.
+        # Removes only what this run makes. Half an environment would block the next run.
         trap 'rm -rf "$VENV"' EXIT
     elif [[ ! -f $VENV/pyvenv.cfg ]]; then
         fail "$VENV exists, but is not a virtual environment: name another folder in VENV"

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Run what only a machine with GPUs can: its tests, the benchmark, and the time to 99 %.
+# Run what only a machine with GPUs can run: the GPU tests, the benchmark, and the time to 99 %.
 #
 #   ./scripts/gpu_check.sh [--data-dir DIR] [--dry-run]
 #
-# Takes some twenty minutes and writes one report, runs/gpu-check-<date>/report.md. Ends with status
-# 1 if a part failed, and with 2 if torch can use no GPU. --dry-run prints the commands.
+# The check takes some twenty minutes and writes one report, runs/gpu-check-<date>/report.md. The
+# exit status is 1 if a part failed, and 2 if torch can use no GPU. --dry-run prints the commands.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/environment.sh
@@ -21,7 +21,7 @@ while (($#)); do
     shift
 done
 
-# Before an environment of 6 GB is made: ROCm has its driver at /dev/kfd, and no nvidia-smi.
+# This comes before an environment of 6 GB is made. ROCm has /dev/kfd, but no nvidia-smi.
 [[ -e /dev/kfd ]] || nvidia-smi --list-gpus 2>/dev/null | grep -q '^GPU' ||
     fail "nvidia-smi lists no GPU on this machine, and there is nothing to check"
 PYTHON=$(command -v python3 || true)

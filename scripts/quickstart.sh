@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From nothing to the comparison: train on one device, with DataParallel and with DDP, half an epoch
-# each, and print the results side by side. Without a GPU, a core of the CPU is a device.
+# Train on one device, with DataParallel and with DDP, half an epoch each, and print the results
+# side by side. Without a GPU, a core of the CPU is a device.
 #
 #   ./scripts/quickstart.sh [--data-dir DIR] [flag of the training scripts...]
 #
@@ -53,7 +53,7 @@ else
     ddp+=(--device cpu --threads 1)
 fi
 say "Training for half an epoch each, always 96 images a step. A device is a $device."
-# What this shell and its programs use of the CPU: the rest is what other programs use.
+# The CPU time of this shell and its programs. Other programs use the rest.
 read -ra usage < <("$PYTHON" scripts/tools/compare.py --usage-of $$)
 
 say $'\n'"One device: python train_single.py"
@@ -64,7 +64,7 @@ else
     say $'\n'"Two devices, DataParallel, one process: python train_dp.py"
     train dp "${dp[@]}"
     say $'\n'"Two devices, DDP, two processes: torchrun --standalone --nproc_per_node 2 train_ddp.py"
-    # torchrun prints a banner when it sets this itself. The script divides the cores (--threads).
+    # torchrun prints a banner if it sets this variable itself. The script divides the cores itself.
     OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} train ddp "${ddp[@]}"
 fi
 if ((gpus == 0)); then

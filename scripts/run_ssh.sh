@@ -4,8 +4,9 @@
 #   HOSTS="node1 node2" scripts/run_ssh.sh [--dry-run] [flag of train_ddp.py...]
 #
 # The hosts need this folder under the same path, the same packages, and ssh without a password.
-# When one host fails, or this script is stopped or killed, the others are stopped too: each of them
-# gets SIGTERM, saves and ends. --dry-run prints the commands and the rank table, and starts nothing.
+# When one host fails, or this script is stopped or killed, the other hosts are stopped too. Each of
+# them gets SIGTERM, saves and ends. --dry-run prints the commands and the rank table, and starts
+# nothing.
 #
 # Settings are environment variables:
 #   HOSTS        host names, separated by blanks; the first is node 0
@@ -36,7 +37,7 @@ done
 read -r -a ssh <<<"${SSH:-ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5}"
 directory=${DIRECTORY:-$PWD}
 MASTER_ADDR=${MASTER_ADDR:-${hosts[0]#*@}}
-# Finds what is wrong with the settings before anything starts; only a user who asks for the table
+# This finds mistakes in the settings before anything starts. Only a user who asks for the table
 # waits until torch has counted the GPUs here.
 $dry_run || processes=${NPROC_PER_NODE:-1}
 preview=$(env NNODES="${#hosts[@]}" NODE_RANK=0 MASTER_ADDR="$MASTER_ADDR" \
@@ -61,9 +62,9 @@ if $dry_run; then
     exit
 fi
 
-# Each remote command ends when its standard input ends, and so when this script ends for whatever
-# reason. Killing ssh itself would leave the remote command running. After SIGTERM torchrun may wait
-# minutes for the agent of a dead host, and looks at no signal meanwhile.
+# Each remote command ends when its standard input ends. So it ends when this script ends, for
+# whatever reason. Killing ssh itself would leave the remote command running. After SIGTERM torchrun
+# may wait minutes for the agent of a dead host, and ignores signals meanwhile.
 readonly GRACE=20 # seconds
 folder=$(mktemp -d)
 mkfifo "$folder/lifeline"
@@ -97,7 +98,7 @@ trap 'stop_all 143' TERM HUP
 
 pids=()
 for node in "${!hosts[@]}"; do
-    start "$node" 9>&- & # or it would hold the lifeline itself
+    start "$node" 9>&- & # otherwise the child would hold the lifeline
     pids+=($!)
 done
 while ((${#pids[@]} > 0)); do

@@ -87,8 +87,8 @@ check_number NPROC_PER_NODE 1
 
 # A restart must not read the addresses of the attempt before (pytorch/pytorch#135712).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# SIGUSR1 is not among the signals that torchrun passes on, so it would die of it. The script takes
-# it as a request to save and stop.
+# By default torchrun does not pass on SIGUSR1, and would die of it. The script treats SIGUSR1 as a
+# request to save and stop.
 export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
 
 command=("$torchrun" --nproc_per_node "$processes" --max_restarts "$MAX_RESTARTS")
