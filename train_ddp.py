@@ -91,7 +91,7 @@ def train(args: argparse.Namespace, job: Job) -> int:
         bucket_cap_mb=args.bucket_cap_mb,
         find_unused_parameters=args.find_unused_parameters,
     )
-    model.broadcast_buffers = False  # after wrapping; once before each evaluation is enough
+    model.broadcast_buffers = False  # after wrapping. Once before each evaluation is enough
     # DDP: after its first backward DDP groups the gradients into new buckets. Sums over three or
     # more ranks then differ in the last bit. So one backward that changes nothing comes first, and
     # a resumed run computes the same sums as an uninterrupted one.

@@ -1,1 +1,1 @@
-"""What the three training scripts share; each module holds one topic."""
+"""What the three training scripts share. Each module has one topic."""

@@ -14,7 +14,7 @@ from utils import errors
 from utils.optim import RULES
 
 DEFAULT_BATCH_SIZE = 96
-MAX_SECONDS = 1e7  # four months; more does not fit where PyTorch counts milliseconds
+MAX_SECONDS = 1e7  # four months. PyTorch counts milliseconds, and has no room for more
 LARGE = 2**53  # beyond which a float does not hold every whole number
 MAX_THREADS = 4096  # far beyond which OpenMP crashes
 
@@ -88,23 +88,23 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("data").add_argument
     add("--dataset", choices=list(SOURCES), default="mnist")
     add("--data-dir", default="data", help="in torchvision's layout (MNIST/raw)")
-    add("--num-workers", type=COUNT, default=0, help="loader processes, per process")
+    add("--num-workers", type=COUNT, default=0, help="loader workers of each process")
     add("--augment", action=argparse.BooleanOptionalAction, default=True, help="random shift")
     add("--data-on-device", action="store_true", help="keep the set on the GPU")
 
     add = parser.add_argument_group("training").add_argument
     add("--model", choices=list(models.MODELS), default="convnet")
-    add("--epochs", type=POSITIVE, default=1, help="a fraction ends within one")
+    add("--epochs", type=POSITIVE, default=1, help="length of the run, 0.5 is half an epoch")
     add("--max-steps", type=SIZE, help="end after this many optimizer steps")
     add("--batch-size", type=SIZE, default=DEFAULT_BATCH_SIZE, help="per device and micro-step")
     add("--lr", type=POSITIVE, default=0.1, help=f"peak, at a global batch of {DEFAULT_BATCH_SIZE}")
-    add("--lr-scaling", choices=RULES, default=RULES[0], help="of the rate with the global batch")
+    add("--lr-scaling", choices=RULES, default=RULES[0], help="how the rate follows the batch")
     add("--momentum", type=FRACTION, default=0.9)
     add("--weight-decay", type=NON_NEGATIVE, default=5e-4)
     add("--label-smoothing", type=FRACTION, default=0.05)
     add("--warmup-epochs", type=NON_NEGATIVE, default=1.0)
     add("--grad-accum-steps", type=SIZE, default=1, help="micro-steps per step")
-    add("--max-grad-norm", type=NON_NEGATIVE, default=1.0, help="clip the gradient; 0: do not")
+    add("--max-grad-norm", type=NON_NEGATIVE, default=1.0, help="clip the gradient, 0: off")
 
     add = parser.add_argument_group("hardware").add_argument
     add("--device", choices=["auto", "cpu", "cuda", "mps", "xpu"], default="auto")
@@ -114,7 +114,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--amp", choices=["off", "bf16", "fp16"], default="off")
     add("--compile", action="store_true", help="torch.compile the model")
     add("--seed", type=number(int, high=2**32 - 1), default=0)
-    add("--deterministic", action="store_true", help="refuse unstable kernels")
+    add("--deterministic", action="store_true", help="refuse irreproducible operations")
 
     add = parser.add_argument_group("run").add_argument
     add("--run-dir", help="default: a new folder below runs/")
@@ -122,14 +122,14 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--init-weights", metavar="FILE", help="start from a checkpoint's weights")
     add("--save-every-steps", type=SIZE, help="also save within epochs")
     add("--profile", action="store_true", help="trace some steps of the first epoch")
-    add("--log-every", type=SIZE, default=50, help="steps")
+    add("--log-every", type=SIZE, default=50, help="steps between entries")
     add("--no-tensorboard", dest="tensorboard", action="store_false")
     add("--no-progress", dest="progress", action="store_false")
 
 
 def _add_dp(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("DataParallel").add_argument
-    add("--output-device", type=COUNT, help="gathers outputs (default: the first)")
+    add("--output-device", type=COUNT, help="GPU that gathers the outputs (default: the first)")
     replicas = number(int, low=1, high=256)
     add("--replicas", type=replicas, help="CPU threads instead of GPUs (default: 2)")
 
@@ -138,14 +138,14 @@ def _add_ddp(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("DistributedDataParallel").add_argument
     add("--backend", choices=["auto", "nccl", "gloo", "mpi"], default="auto")
     add("--init-method", default="env://", help="env://, tcp://host:port or file:///path")
-    add("--rank", type=COUNT, help="of this process, where no launcher gives it")
-    add("--world-size", type=RANKS, help="goes with --rank")
+    add("--rank", type=COUNT, help="rank of this process, without a launcher")
+    add("--world-size", type=RANKS, help="number of ranks, goes with --rank")
     add("--local-rank", "--local_rank", type=COUNT, help=argparse.SUPPRESS)
     add("--nprocs", type=RANKS, help="start this many processes, without a launcher")
-    add("--nnodes", type=RANKS, default=1, help="goes with --nprocs")
-    add("--node-rank", type=COUNT, default=0, help="goes with --nprocs")
-    add("--rdzv-timeout", type=SECONDS, default=120.0, help="wait for all ranks, seconds")
-    add("--timeout", type=SECONDS, default=600.0, help="of a collective, seconds")
+    add("--nnodes", type=RANKS, default=1, help="number of nodes, goes with --nprocs")
+    add("--node-rank", type=COUNT, default=0, help="number of this node, from 0")
+    add("--rdzv-timeout", type=SECONDS, default=120.0, help="seconds to wait for all ranks")
+    add("--timeout", type=SECONDS, default=600.0, help="seconds that a collective may take")
     add("--sync-bn", action="store_true", help="batch statistics over all ranks")
     add("--bucket-cap-mb", type=POSITIVE, help="gradient bucket (default: PyTorch's, 1 then 25)")
     add("--find-unused-parameters", action="store_true", help="if a forward leaves some unused")

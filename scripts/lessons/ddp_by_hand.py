@@ -99,7 +99,7 @@ def work(rank: int, world_size: int) -> dict[str, Any]:
     raw_model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     inputs = torch.randn(BATCH, WIDTH)
     for parameter in raw_model.parameters():
-        dist.broadcast(parameter.data, src=0)  # DDP's constructor does it, too
+        dist.broadcast(parameter.data, src=0)  # DDP's constructor also does this
     models: dict[str, nn.Module] = {name: copy.deepcopy(raw_model) for name in STEPS}
     finish = {name: step(list(models[name].parameters())) for name, step in STEPS.items()}
     models[DDP] = DistributedDataParallel(models[DDP])

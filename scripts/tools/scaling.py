@@ -78,12 +78,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = trial.build_parser("scaling.py", __doc__)
     add, least_zero = parser.add_argument, config.NON_NEGATIVE
     add("--model", choices=list(models.MODELS), default="convnet")
-    add("--batch-size", type=config.SIZE, default=config.DEFAULT_BATCH_SIZE, help="of a device")
+    add("--batch-size", type=config.SIZE, default=config.DEFAULT_BATCH_SIZE, help="per device")
     add("--threads", type=config.SIZE, default=1, help="CPU threads of a device")
-    add("--step-ms", type=config.POSITIVE, help="of one device's step")
-    add("--gradient-mb", type=config.POSITIVE, help="of gradients (default: the model's)")
-    add("--latency-us", type=least_zero, help="of a message")
-    add("--bandwidth", type=config.POSITIVE, help="of the link, in each direction, GB/s")
+    add("--step-ms", type=config.POSITIVE, help="a step on one device, milliseconds")
+    add("--gradient-mb", type=config.POSITIVE, help="size of the gradients (default: the model's)")
+    add("--latency-us", type=least_zero, help="latency of a message, microseconds")
+    add("--bandwidth", type=config.POSITIVE, help="bandwidth of the link, each way, GB/s")
     add("--no-check", dest="check", action="store_false", help="make no real runs")
     args = trial.parse_args(parser, argv)
     if (args.latency_us is None) != (args.bandwidth is None):

@@ -47,8 +47,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--epochs", type=trial.list_of(config.POSITIVE), default=EPOCHS, help=lengths)
     add("--seeds", type=trial.list_of(config.COUNT), default=[0, 1, 2], help="0,1,2")
     percent = config.number(float, high=100)
-    add("--goal", type=percent, help="per cent, in the mean of the seeds")
-    add("--output", type=Path, metavar="FILE.json", help="write the runs there")
+    add("--goal", type=percent, help="mean accuracy of the seeds, per cent")
+    add("--output", type=Path, metavar="FILE.json", help="write the results of the runs there")
     add("--chart", type=Path, metavar="FILE", help="draw accuracy against batch (.png, .svg)")
     args = trial.parse_args(parser, argv)
     args.epochs = sorted(set(args.epochs))
@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     if args.chart:
         trial.new_figure(1, 1)  # raises before minutes of training
     trial.choose_dataset(args)
-    for technique in args.techniques:  # raises, too
+    for technique in args.techniques:  # raises before the runs start
         build_command((technique, args.batch_sizes[0], 1.0, 0), args)
     found: Found = {}
     describe_others, status = trial.watch_others(), 0

@@ -76,7 +76,7 @@ def build_parser(name: str, description: str | None) -> config.OneLineParser:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda", "xpu"], default="auto")
     parser.add_argument("--dataset", choices=list(data.SOURCES), help="default: mnist if present")
     parser.add_argument("--data-dir", default="data")
-    parser.add_argument("--time-limit", type=config.POSITIVE, default=3600.0, help="of one run, s")
+    parser.add_argument("--time-limit", type=config.POSITIVE, default=3600.0, help="seconds a run")
     return parser
 
 

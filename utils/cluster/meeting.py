@@ -37,7 +37,7 @@ HOST_DESCRIPTORS, RANK_DESCRIPTORS, OTHER_DESCRIPTORS = 4, 1, 128
 # The callers limit the whole wait.
 LONG = timedelta(hours=1)
 OTHER = "another program, or another job, has this port"
-# The errors at a port where no store of this job is.
+# The errors at a port that has no store of this job.
 NO_STORE = (OSError, RuntimeError, ValueError, LookupError, TypeError)
 
 
