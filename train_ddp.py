@@ -75,15 +75,15 @@ def train(args: argparse.Namespace, job: Job) -> int:
     raw_model = models.build_model(args.model).to(device)
     if args.init_weights:
         load_weights(raw_model, args.init_weights)
-    data.check_fits(raw_model, transform, train_set, test_set)
     if args.compile:
         raw_model.compile()
     precision = Precision(device, args.amp)
-    # DDP: wrapping broadcasts rank 0's weights, so all ranks start from the same weights. Ranks
-    # with different data or code would train without an error. So data and code are compared first.
+    # DDP: ranks with other data or code would train without an error, so they are compared first.
+    distributed.check_same(raw_model, train_set, test_set)
+    data.check_fits(raw_model, transform, train_set, test_set)
+    # DDP: wrapping broadcasts rank 0's weights, so that all ranks start from the same.
     if args.sync_bn:
         raw_model = nn.SyncBatchNorm.convert_sync_batchnorm(raw_model)
-    distributed.check_same(raw_model, train_set, test_set)
     model = DistributedDataParallel(
         raw_model,
         device_ids=None if device.type == "cpu" else [device],

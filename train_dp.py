@@ -49,10 +49,10 @@ def train(args: argparse.Namespace) -> int:
     raw_model = models.build_model(args.model).to(device)
     if args.init_weights:
         load_weights(raw_model, args.init_weights)
-    data.check_fits(raw_model, transform, train_set, test_set)
     if args.compile:
         raw_model.compile()
     precision = Precision(device, args.amp)
+    data.check_fits(raw_model, transform, train_set, test_set)
     # DP: wrapping copies nothing yet. On a CPU nn.DataParallel would only call the model. So a CPU
     # gets a stand-in, which runs the same algorithm on threads.
     model: nn.DataParallel = CPUDataParallel(raw_model, len(devices))

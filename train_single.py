@@ -44,10 +44,10 @@ def train(args: argparse.Namespace) -> int:
     raw_model = models.build_model(args.model).to(device)
     if args.init_weights:
         load_weights(raw_model, args.init_weights)
-    data.check_fits(raw_model, transform, train_set, test_set)
     if args.compile:
         raw_model.compile()
     precision = Precision(device, args.amp)
+    data.check_fits(raw_model, transform, train_set, test_set)
     model = raw_model
 
     lr = optim.scale_lr(args.lr, args.lr_scaling, global_batch_size, config.DEFAULT_BATCH_SIZE)
