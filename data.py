@@ -346,7 +346,7 @@ def load_dataset(name: str, data_dir: str) -> tuple[ImageSet, ImageSet]:
 
 
 def load_tensors(name: str, data_dir: str) -> tuple[TensorDataset, TensorDataset]:
-    """Load training set and test set for a training loop without a transform.
+    """Load both sets for a loop without a transform.
 
     Args and errors: those of ``load_dataset``.
 

@@ -78,7 +78,7 @@ def _keep_freed_memory() -> None:
     """Let glibc keep what tensors free for the next ones.
 
     By default glibc returns blocks of some megabytes to the kernel. The kernel has to clear every
-    page again for the next operation. That takes a third of a training step on a CPU. See
+    page again for the next operation. That takes a third of a step on a CPU. See
     mallopt(3). Without glibc nothing happens.
     """
     with contextlib.suppress(OSError, AttributeError):
