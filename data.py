@@ -21,7 +21,7 @@ from utils import signals
 from utils.datasets import idx
 from utils.datasets.prepare import prepare
 from utils.datasets.sources import RAW_FILES, SOURCES, DataError
-from utils.errors import UserError
+from utils.errors import UsageError
 
 EVAL_BATCH_SIZE = 500  # fits a CPU's cache; the result does not depend on it
 PREFETCH = 2  # batches that each loader worker prepares ahead, PyTorch's default
@@ -91,10 +91,8 @@ def _check_kind(images: Any, labels: Any) -> None:
         raise DataError(f"labels hold the class {int(labels.min())}: classes count from 0")
 
 
-class SharedMemoryError(UserError):
+class SharedMemoryError(UsageError):
     """Loader workers find no room for their batches in /dev/shm."""
-
-    exit_status = 2
 
     def __init__(self, *text: str) -> None:  # of a worker's error PyTorch passes on the traceback
         super().__init__(
@@ -283,8 +281,12 @@ def check_fits(model: nn.Module, transform: Transform, *sets: ImageSet) -> None:
         DataError: the model, or the mean in ``SOURCES``, does not fit the images, or a class has
             no logit.
     """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise DataError("--model has no parameter to train: unfreeze some")
     model.eval()  # so that the image leaves no trace in running statistics
     for dataset in sets:
+        if not len(dataset):
+            raise DataError("--dataset has an empty set: it needs images to train and to test")
         try:
             images, labels = transform(*dataset[:1])
             outputs = model.forward(images)  # past ``compile``, for which this is no batch
@@ -294,7 +296,14 @@ def check_fits(model: nn.Module, transform: Transform, *sets: ImageSet) -> None:
                 f" ({error}): choose another --model, or change its layers (or mean and std in"
                 " SOURCES)"
             ) from None
-        if labels.dtype == torch.int64 and dataset.labels.max() >= outputs.shape[-1]:
+        if labels.dtype != torch.int64:
+            continue
+        if not isinstance(outputs, Tensor) or (outputs.ndim, len(outputs)) != (2, 1):
+            shape = getattr(outputs, "shape", type(outputs).__name__)
+            raise DataError(
+                f"--model returns {shape} for one image: it has to return logits [1, C]"
+            )
+        if dataset.labels.max() >= outputs.shape[-1]:
             raise DataError(
                 f"--dataset has the class {int(dataset.labels.max())}, and --model"
                 f" {outputs.shape[-1]} logits, for classes from 0 on: give it one for each class"

@@ -17,6 +17,8 @@ import os
 import sys
 from datetime import timedelta
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # or python -P finds no utils
+
 import utils.early  # noqa: F401  first, since torch reads these settings when it is imported
 
 import torch

@@ -8,7 +8,10 @@ Read it next to train_single.py: `diff train_single.py train_dp.py`.
 """
 
 import argparse
+import os
 import sys
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # or python -P finds no utils
 
 import utils.early  # noqa: F401  first, since torch reads these settings when it is imported
 

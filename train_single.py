@@ -7,7 +7,10 @@ The baseline. Read train_dp.py and train_ddp.py next to it, as diffs.
 """
 
 import argparse
+import os
 import sys
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # or python -P finds no utils
 
 import utils.early  # noqa: F401  first, since torch reads these settings when it is imported
 

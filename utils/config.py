@@ -15,6 +15,7 @@ from utils.optim import RULES
 
 DEFAULT_BATCH_SIZE = 96
 MAX_SECONDS = 1e7  # four months. PyTorch counts milliseconds, and has no room for more
+PATH = os.path.expanduser  # a shell leaves the ~ of --run-dir=~/x
 LARGE = 2**53  # beyond which a float does not hold every whole number
 MAX_THREADS = 4096  # far beyond which OpenMP crashes
 
@@ -34,7 +35,7 @@ def number(
 ) -> Callable[[str], Any]:
     """Return an argparse type: a number from ``low`` to ``high``. A round end is excluded."""
     above, below = ({"[": "at least", "(": "above", "]": "at most", ")": "below"}[e] for e in ends)
-    bounds = f"{above} {low}" + (f" and {below} {high}" if high < LARGE else "")
+    bounds = f"{above} {low} and {below} {high:.12g}"
     name = "a whole number" if kind is int else "a number"
 
     def parse(text: str) -> Any:
@@ -87,7 +88,12 @@ def build_parser(technique: str, description: str | None) -> argparse.ArgumentPa
 def _add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("data").add_argument
     add("--dataset", choices=list(SOURCES), default="mnist")
-    add("--data-dir", default="data", help="in torchvision's layout (MNIST/raw)")
+    add(
+        "--data-dir",
+        type=PATH,
+        default="data",
+        help="in torchvision's layout (MNIST/raw)",
+    )
     add("--num-workers", type=COUNT, default=0, help="loader workers of each process")
     add("--augment", action=argparse.BooleanOptionalAction, default=True, help="random shift")
     add("--data-on-device", action="store_true", help="keep the set on the GPU")
@@ -117,9 +123,14 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--deterministic", action="store_true", help="refuse irreproducible operations")
 
     add = parser.add_argument_group("run").add_argument
-    add("--run-dir", help="default: a new folder below runs/")
+    add("--run-dir", type=PATH, help="default: a new folder below runs/")
     add("--resume", action="store_true", help="continue in --run-dir (default: the latest)")
-    add("--init-weights", metavar="FILE", help="start from a checkpoint's weights")
+    add(
+        "--init-weights",
+        type=PATH,
+        metavar="FILE",
+        help="start from a checkpoint's weights",
+    )
     add("--save-every-steps", type=SIZE, help="also save within epochs")
     add("--profile", action="store_true", help="trace some steps of the first epoch")
     add("--log-every", type=SIZE, default=50, help="steps between entries")

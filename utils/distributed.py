@@ -183,7 +183,7 @@ def check_same(model: nn.Module, train_set: ImageSet, test_set: ImageSet) -> Non
     own = {"training data": fingerprint(train_set), "test data": fingerprint(test_set)}
     own |= {name: _describe(parameter) for name, parameter in model.named_parameters()}
     own |= {f"the buffer {name}": _describe(buffer) for name, buffer in model.named_buffers()}
-    own["a model with the source"] = _source_hash(model)
+    own["model classes whose source has the hash"] = _source_hash(model)
     first = [own]
     dist.broadcast_object_list(first, src=0)
     differing = [name for name in first[0] | own if own.get(name) != first[0].get(name)]
@@ -194,8 +194,8 @@ def check_same(model: nn.Module, train_set: ImageSet, test_set: ImageSet) -> Non
     problem = [f"rank {rank()} has {name}: {own.get(name)}, rank 0 {first[0].get(name)}"]
     dist.broadcast_object_list(problem, src=speakers[0])
     raise UsageError(
-        f"{problem[0]}: start every rank with the same code and data (frequent causes: the order"
-        " of a Python set, a random split without a seed)"
+        f"{problem[0]}: start every rank with the same code and data (data often differ by the"
+        " order of a Python set, or a random split without a seed)"
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,10 +122,10 @@ class Logger:
         for line in path.read_bytes().splitlines(keepends=True):
             # A kill can cut the last line. The last row may belong to an epoch that --max-steps
             # ended.
-            if line.endswith(b"\n"):
+            with suppress(ValueError, TypeError, KeyError):
                 row = json.loads(line)
                 is_last = self.progress.is_finished and row["global_step"] == step
-                if row["epoch"] <= self.progress.epoch or is_last:
+                if line.endswith(b"\n") and (row["epoch"] <= self.progress.epoch or is_last):
                     kept.append(line)
         replace_file(path, b"".join(kept))
 

@@ -13,7 +13,7 @@ from types import FrameType
 
 from utils.errors import UserError
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # A terminal sends Ctrl-C to every process, and launchers pass it on. So one may arrive twice.
 SAME_CTRL_C_SECONDS = 1.0
 INTERRUPT_SECONDS = 2.0  # limit for ``before_interrupt``, since a file system may hang
@@ -60,6 +60,8 @@ def install_handlers() -> None:
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in STOP_SIGNALS:
+        if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+            continue  # nohup: the run is to outlive its terminal
         signal.signal(number, _leave_it_to_the_thread)
     threading.Thread(target=_watch, args=(reader,), daemon=True).start()
 

@@ -40,6 +40,8 @@ def read_tensors(path: Path) -> Any:
         raise
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist") from None
+    except IsADirectoryError:
+        raise CheckpointError(f"{path} is a folder: name a file in it, such as last.pt") from None
     except pickle.UnpicklingError as error:
         # torch's own message advises weights_only=False, but that would run code in the file.
         raise CheckpointError(
@@ -47,7 +49,9 @@ def read_tensors(path: Path) -> Any:
             " and such a file can run code when it is loaded"
         ) from error
     except Exception as error:  # a damaged archive fails in torch, zlib and pickle alike
-        raise CheckpointError(f"{path} cannot be read ({describe(error)})") from error
+        # What torch says of some files ends with the advice to run their code.
+        reason = describe(error).partition(" Please")[0].partition(" Re-running")[0]
+        raise CheckpointError(f"{path} cannot be read ({reason})") from error
 
 
 def match_weights(own: dict[str, Tensor], given: dict[str, Any]) -> tuple[list[str], list[str]]:
