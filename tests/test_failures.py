@@ -8,28 +8,32 @@ import pytest
 import torch.distributed as dist
 
 from tests.processes import ROOT, flags, run
-from utils.cluster.failures import Job, LostRank
+from tests.test_launch import error_lines
+from utils.cluster.failures import UNKNOWN, Job, LostRank
 from utils.cluster.meeting import Meeting, Member
 from utils.errors import UsageError
 
 TIMEOUT = 5  # of a collective, seconds
+SOON = 15  # after a rank went wrong the others name it; the machine is busy
+END = 45  # torchrun waits half a minute for a stopped rank
 WAITS = pytest.mark.long  # who is lost is told when a real time limit has passed
 SLOW = pytest.mark.slow
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
-END = 45  # torchrun waits half a minute for a stopped rank, and the machine is busy
 
 
-def fail(how, when, rank, processes, folder, *words, **extra):
-    """Let one rank go wrong; return what came of it, and after how many seconds."""
+def fail(how, when, rank, processes, folder, *words):
+    """Let one rank go wrong; return what came of it, and when it went wrong."""
     flag, faulty = folder / "flag", ROOT / "tests" / "faulty.py"
     command = [*TORCHRUN, "--nproc_per_node", processes, faulty, *words]
     if "--nprocs" in words:
         command = [faulty, *words]
-    variables = {"FAULT": how, "FAULT_RANK": str(rank), "FAULT_STEP": str(when)} | extra
+    variables = {"FAULT": how, "FAULT_RANK": str(rank), "FAULT_STEP": str(when)}
     ended = run(sys.executable, *command, "--threads", 1, FAULT_FLAG=str(flag), **variables)
     assert ended.returncode == 1, ended.text
     assert "Exception raised from" not in ended.text, "C++ frames"
-    return ended, time.time() - flag.stat().st_mtime
+    begin = flag.stat().st_mtime
+    assert time.time() - begin < TIMEOUT + END
+    return ended, begin
 
 
 def in_training(data_dir, folder):
@@ -37,30 +41,39 @@ def in_training(data_dir, folder):
     return flags(data_dir, folder / "run", *extra)
 
 
+def check_status(folder, rank, begin, words, step=7):
+    """Rank 0 has written soon who is lost. What takes longer is the launcher's end."""
+    path = folder / "run" / "status.json"
+    told = json.loads(path.read_text())
+    assert (told["state"], told["ranks"]) == ("failed", [rank]), told
+    assert f"rank 0 lost rank {rank} (" in told["reason"], told
+    assert f" at step {step}: " in told["reason"], told
+    assert words in told["reason"], told
+    assert path.stat().st_mtime - begin < SOON
+
+
 @pytest.mark.parametrize(
-    ("how", "rank", "processes", "message"),
+    ("how", "rank", "processes", "cause"),
     [
-        pytest.param("stall", 1, 2, "rank 0 lost rank 1 (", marks=WAITS),
+        pytest.param("stall", 1, 2, UNKNOWN, marks=WAITS),
         ("raise", 1, 2, "ArithmeticError: wrong on purpose"),
-        pytest.param("leave while one computes", 1, 3, "lost rank 1 (", marks=SLOW),
-        pytest.param("kill", 1, 3, "lost rank 1 (", marks=SLOW),
-        pytest.param("stall", 0, 3, "lost rank 0 (", marks=SLOW),
-        pytest.param("kill", 0, 2, "lost rank 0 (", marks=SLOW),
+        pytest.param("leave while one computes", 1, 3, UNKNOWN, marks=SLOW),
+        pytest.param("kill", 1, 3, UNKNOWN, marks=SLOW),
+        pytest.param("stall", 0, 3, UNKNOWN, marks=SLOW),
+        pytest.param("kill", 0, 2, UNKNOWN, marks=SLOW),
         pytest.param("nan", 1, 2, "the loss is nan at step 8 on rank 1", marks=SLOW),
     ],
 )
-def test_the_rank_that_failed_is_named(how, rank, processes, message, synthetic_dir, tmp_path):
+def test_the_rank_that_failed_is_named(how, rank, processes, cause, synthetic_dir, tmp_path):
     words = in_training(synthetic_dir, tmp_path)
-    ended, seconds = fail(how, 7, rank, processes, tmp_path, *words)
-    assert message in ended.text, ended.text
+    ended, begin = fail(how, 7, rank, processes, tmp_path, *words)
     healthy = [other for other in range(processes) if other != rank]
     assert not any(f"lost rank {other} (" in ended.text for other in healthy), ended.text
-    assert ended.text.count(f"lost rank {rank} (") <= 2, "once, and in what it continues with"
-    assert seconds < TIMEOUT + END
-    if rank != 0:  # which else takes its word along
-        status = json.loads((tmp_path / "run" / "status.json").read_text())
-        assert (status["state"], status["ranks"]) == ("failed", [rank]), status
-        assert f"rank 0 lost rank {rank} (" in status["reason"], status
+    if how not in ("raise", "nan"):  # these say it themselves, and torchrun ends the others
+        assert ended.text.count(f"lost rank {rank} (") == 1, ended.text
+    if rank:
+        check_status(tmp_path, rank, begin, cause, 8 if how == "nan" else 7)
+    assert cause in ended.text, ended.text
     assert (tmp_path / "run" / "checkpoints" / "last.pt").exists()
 
 
@@ -68,19 +81,20 @@ def test_the_rank_that_failed_is_named(how, rank, processes, message, synthetic_
 @pytest.mark.parametrize("how", ["kill", pytest.param("stall", marks=SLOW)])
 def test_without_a_launcher_too(how, synthetic_dir, tmp_path):
     words = [*in_training(synthetic_dir, tmp_path), "--nprocs", 2]
-    ended, seconds = fail(how, 7, 1, 2, tmp_path, *words)
-    lines = [line for line in ended.stderr.splitlines() if "error" in line]
-    assert any("rank 0 lost rank 1 (" in line and " at step " in line for line in lines), lines
+    ended, begin = fail(how, 7, 1, 2, tmp_path, *words)
+    check_status(tmp_path, 1, begin, UNKNOWN)
+    lines = error_lines(ended)
+    assert "rank 0 lost rank 1 (" in lines[0]
     if how == "kill":
-        assert any("rank 1 (pid " in line and "killed by SIGKILL" in line for line in lines), lines
+        assert "rank 1 (pid " in lines[1]
+        assert "killed by SIGKILL" in lines[1]
     assert len(lines) == 1 + (how == "kill"), lines
-    assert seconds < TIMEOUT + END
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("dtype", "rank 1 has 1.weight: float64 (256, 784), rank 0 float32 (256, 784)"),
+        ("frozen", "rank 1 has 1.weight: float32 (256, 784), frozen, rank 0 float32 (256, 784)"),
         pytest.param("batches", "rank 1 has ", marks=SLOW),
     ],
 )
@@ -95,18 +109,9 @@ def test_ranks_that_differ_are_named_before_the_first_step(how, message, synthet
         FAULT_STEP="never",
     )
     assert ended.returncode == 2, ended.text
-    (line,) = [line for line in ended.stderr.splitlines() if "faulty.py: error" in line]
+    (line,) = error_lines(ended)
     assert message in line
     assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-@pytest.mark.slow
-def test_a_collective_of_one_rank_cannot_corrupt_a_sum(synthetic_dir, tmp_path):
-    """gloo pairs calls by their order alone, and adds up what does not belong together."""
-    words = in_training(synthetic_dir, tmp_path)
-    ended, _ = fail("collective", 7, 1, 2, tmp_path, *words)
-    assert "collective mismatch in your code" in ended.stderr  # gloo's own, where sizes differ
-    assert not (tmp_path / "run" / "summary.json").exists()
 
 
 OUT_OF_STEP = """
@@ -148,7 +153,6 @@ def test_calls_of_the_same_size_are_told_apart(call, size, dtype, tmp_path):
         ("stall", "data", 1, 2),
         ("stall", "group", 0, 2),
         pytest.param("stall", "data", 0, 3, marks=SLOW),
-        pytest.param("stall", "group", 2, 3, marks=SLOW),
         pytest.param("leave", "data", 1, 3, marks=SLOW),
         pytest.param("leave", "group", 0, 2, marks=SLOW),
     ],
@@ -158,12 +162,11 @@ def test_who_does_not_come_to_the_process_group_is_named(
 ):
     """Rank 0's store is that of the group: while it is stopped PyTorch waits without a limit."""
     words = flags(synthetic_dir, tmp_path / "run", "--model", "linear", "--rdzv-timeout", 6)
-    ended, seconds = fail(how, when, rank, processes, tmp_path, *words)
+    ended, _ = fail(how, when, rank, processes, tmp_path, *words)
     assert f" met rank {rank} (" in ended.text, ended.text
     healthy = [other for other in range(processes) if other != rank]
     assert not any(f"met rank {other} (" in ended.text for other in healthy), ended.text
-    assert "on all ports" not in ended.text
-    assert seconds < 6 + END
+    assert "on all ports" not in ended.text, ended.text
 
 
 @WAITS
@@ -172,15 +175,16 @@ def test_rank_0_does_not_write_the_results(how, synthetic_dir, tmp_path):
     """The others have nothing left to do, and nobody else would notice."""
     extra = ["--model", "linear", "--max-steps", 20, "--timeout", TIMEOUT]
     words = flags(synthetic_dir, tmp_path / "run", *extra)
-    ended, seconds = fail(how, "results", 0, 2, tmp_path, *words)
+    ended, _ = fail(how, "results", 0, 2, tmp_path, *words)
     assert "rank 1 lost rank 0 (" in ended.text
     assert not (tmp_path / "run" / "summary.json").exists()
-    assert seconds < TIMEOUT + END
 
 
 def a_job():
-    own = Member(1)
-    return Job(Meeting(own, 2, Member(0)), 1.0)
+    main = Member(0)
+    meeting = Meeting(Member(1), 2, main)
+    meeting.store.set("member/0", json.dumps(vars(main)))
+    return Job(meeting, 1.0)
 
 
 def test_what_nccl_says_is_recognised(monkeypatch):
