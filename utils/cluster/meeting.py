@@ -1,10 +1,10 @@
 """The ranks of a job meet in a store of rank 0 before anything else is set up.
 
-Rank 0 hosts a ``TCPStore`` at an address that all ranks know. Each rank claims its seat there,
-compares itself with rank 0 only, and counts itself. The last rank writes that all are there. A rank
-that finds something wrong writes that instead. All ranks wait for this one key, so what a rank
-receives does not grow with the world. The process group then uses the same store. Like every store
-of PyTorch it listens on all addresses of the host, without a password.
+Rank 0 hosts a ``TCPStore`` where everybody looks for it. Each rank claims its seat there, compares
+itself with rank 0 alone, and counts itself. The last one to come writes that all are there. Whoever
+finds something wrong writes that. All wait for this one key, so nothing of the size of the world
+goes to each rank. The process group then uses the same store. Like every store of PyTorch it
+listens on all addresses of the host and asks nobody for a password.
 """
 
 import json
@@ -25,19 +25,19 @@ import torch.distributed as dist
 
 from utils import signals
 from utils.cluster.calls import POLL_SECONDS, call_within
-from utils.cluster.places import Address, Spot, own_addresses, probe
+from utils.cluster.places import Address, own_addresses, probe
 from utils.errors import UsageError, UserError
 
-VERDICT_SECONDS, RANK_SECONDS = 2.0, 0.01  # for a verdict, and the addition for each rank
+VERDICT_SECONDS, RANK_SECONDS = 2.0, 0.01  # for a verdict, and more of it for each rank
 COMPLETE = "complete"
 MAX_SHOWN = 8  # ranks that a message lists
-# For each rank, rank 0 has three connections to its store and one of the backend. The other ranks
-# have only the one of the backend.
+# Rank 0 has three connections of each rank to its store, and the backend's own to each rank. Each
+# rank has the backend's alone.
 HOST_DESCRIPTORS, RANK_DESCRIPTORS, OTHER_DESCRIPTORS = 4, 1, 128
-# The callers limit the whole wait.
+# Whoever calls bounds the whole wait.
 LONG = timedelta(hours=1)
 OTHER = "another program, or another job, has this port"
-# The errors at a port that has no store of this job.
+# What happens at a port where no store of this job is.
 NO_STORE = (OSError, RuntimeError, ValueError, LookupError, TypeError)
 
 
@@ -46,7 +46,7 @@ class RendezvousError(UserError):
 
 
 def host_identity() -> str:
-    """Return a text that distinguishes this host, or container, from others of the same name."""
+    """Return what distinguishes this host, or container, from others of the same name."""
     parts = [socket.gethostname()]
     with suppress(OSError):  # not Linux
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -61,12 +61,12 @@ def _cores() -> str:
 
 @dataclass
 class Member:
-    """What a rank says about itself.
+    """A rank, as it introduces itself.
 
     Attributes:
         facts: what has to be the same everywhere, name to value.
-        host: distinguishes hosts. The first word is the name.
-        cores: the cores that it may use, as a mask. Ranks with the same mask share them.
+        host: distinguishes hosts; the first word is the name.
+        cores: those that it may run on, as a mask; ranks with the same mask share them.
         nonce: of rank 0's store.
     """
 
@@ -87,7 +87,7 @@ class Member:
 
 @dataclass
 class Meeting:
-    """All ranks after their meeting, as one of them sees them.
+    """All ranks, which have met, as one of them sees them.
 
     Attributes:
         own: this rank.
@@ -95,7 +95,7 @@ class Meeting:
         store: of rank 0.
         mates: the ranks of this host, in order.
         sharing_cores: how many ranks run on the cores of this one, itself included.
-        interface: by which the hosts met. Empty if there is only one host.
+        interface: by which the hosts met; nothing where there is one host.
     """
 
     own: Member
@@ -108,11 +108,11 @@ class Meeting:
 
     @property
     def verdict_seconds(self) -> float:
-        """Seconds in which a verdict arrives, and all ranks read it."""
+        """Seconds for a verdict to arrive, and to be read by all."""
         return VERDICT_SECONDS + RANK_SECONDS * self.world_size
 
     def name(self, ranks: list[int]) -> str:
-        """Return the names of the first ranks, and how many more there are."""
+        """Return the names of the first ranks, and how many there are besides."""
         first = [_read_member(self.store, rank) for rank in ranks[:MAX_SHOWN]]
         return _shorten(first, len(ranks))
 
@@ -122,7 +122,7 @@ def _read_member(store: dist.Store, rank: int) -> Member:
 
 
 def _shorten(items: Iterable[object], count: int) -> str:
-    """Return the first of ``count`` items for a message, and how many more there are."""
+    """Return the first of ``count`` items for a message, and how many there are besides."""
     more = f" and {count - MAX_SHOWN} more" if count > MAX_SHOWN else ""
     return ", ".join(map(str, islice(items, MAX_SHOWN))) + more
 
@@ -131,19 +131,18 @@ def meet(place: Address, own: Member, world_size: int, seconds: float) -> Meetin
     """Find the other ranks.
 
     Args:
-        place: where to look for rank 0, again and again.
+        place: where rank 0 is looked for, again and again.
         own: this rank.
         seconds: to wait at most.
 
     Raises:
-        RendezvousError: ranks are missing, were started twice, or do not belong together. Or the
-            port of rank 0 is taken.
-        UsageError: the file of the place cannot be written, or there are too few descriptors.
+        RendezvousError: ranks are missing, twice there, or do not belong together, or the port of
+            rank 0 is taken.
+        UsageError: the place cannot be written, or there are too few descriptors.
         Stopped: a stop signal came.
     """
-    # Both ends of a connection look up the name of the other's address in PyTorch. A name server
-    # that does not answer delays each of them by ten seconds. glibc reads this at its first
-    # look-up.
+    # PyTorch looks up the name of every address that it connects to, at both ends, and one name
+    # server that does not answer takes ten seconds. glibc reads this at its first lookup.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     _raise_descriptor_limit(own.rank, world_size)
     meeting = Meeting(own, world_size, own)
@@ -180,6 +179,7 @@ def _host(meeting: Meeting, place: Address, seconds: float) -> None:
         _challenge(meeting, place)
     try:
         meeting.store = dist.TCPStore("127.0.0.1", port, None, True, LONG, False)
+        meeting.main = own  # and no rank 0 of another job, met on the way
     except RuntimeError as error:
         _challenge(meeting, place)
         reason = str(error).rpartition("message: ")[2]
@@ -195,10 +195,10 @@ def _host(meeting: Meeting, place: Address, seconds: float) -> None:
 
 
 def _challenge(meeting: Meeting, place: Address) -> None:
-    """Join the store of another rank 0, if there is one, so that all ranks learn of the mistake."""
+    """Introduce a second rank 0 to the first, if there is one: all ranks get to know."""
     with suppress(*NO_STORE):
         for spot in place.find():
-            _visit(meeting, spot, 0.0)
+            _visit(meeting, 0.0, *spot)
 
 
 def _join(meeting: Meeting, place: Address, seconds: float) -> None:
@@ -210,7 +210,7 @@ def _join(meeting: Meeting, place: Address, seconds: float) -> None:
             spots = place.find()
         for spot in spots:
             try:
-                return _visit(meeting, spot, deadline)
+                return _visit(meeting, deadline, *spot)
             except OSError as error:
                 reason = error.strerror or str(error)
             except NO_STORE:
@@ -224,22 +224,22 @@ def _join(meeting: Meeting, place: Address, seconds: float) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _visit(meeting: Meeting, spot: Spot, deadline: float) -> None:
+def _visit(meeting: Meeting, deadline: float, host: str, port: int, nonce: str) -> None:
     """Join rank 0 at one spot.
 
     Raises:
-        NO_STORE: nothing listens there, rank 0 has left, or the store is not of this job.
+        NO_STORE: nothing listens there, rank 0 has left, or it is no store of this job.
         RendezvousError: something is wrong.
     """
-    # A plain connection comes first, since PyTorch would retry for a long time.
-    ends = probe(spot.host, spot.port)
-    # Rank 0 of the attempt before may leave at this moment, and PyTorch would go on trying.
-    where = (ends[0], spot.port, None, False, LONG, False)
+    # By a plain connection first: PyTorch tries one in vain at great length.
+    ends = probe(host, port)
+    # Rank 0 of an attempt before may leave at this moment, and PyTorch goes on trying.
+    where = (ends[0], port, None, False, LONG, False)
     meeting.store = call_within(2 * VERDICT_SECONDS, dist.TCPStore, *where)
     if not meeting.store.check(["member/0"]):
         raise ValueError("rank 0 has no seat here, or not yet")
     meeting.main = _read_member(meeting.store, 0)
-    if spot.nonce not in ("", meeting.main.nonce):
+    if nonce not in ("", meeting.main.nonce):
         raise ValueError("another job")
     try:
         _take_seat(meeting, deadline, *ends)
@@ -253,9 +253,9 @@ def _take_seat(
     """Claim the seat of this rank, and wait until all are there.
 
     Args:
-        deadline: after this time a rank says who is missing.
-        main_address: of rank 0, as this host reached it.
-        address: of this host, on the way to rank 0.
+        deadline: after which it says who is missing.
+        main_address: of rank 0, as this host reached it from
+        address.
     """
     store, own, main = meeting.store, meeting.own, meeting.main
     store.add("guests", 1)
@@ -264,7 +264,7 @@ def _take_seat(
     )
     if problem := _find_problem(main, seated, own):
         verdict = store.compare_set("verdict", "", problem).decode()
-        # In a job that has begun, only this rank has the problem.
+        # In a job that has begun it is the problem of this rank alone.
         _fail(meeting, problem if verdict == COMPLETE else verdict)
     if own.host != main.host:
         store.set("main_address", main_address)
@@ -288,14 +288,14 @@ def _take_seat(
     meeting.mates = sorted(int(rank) for rank, _ in pairs)
     meeting.sharing_cores = sum(cores == own.cores for _, cores in pairs)
     if len(pairs) < meeting.world_size:
-        # By default gloo listens at the address of the hostname. On Debian that is often 127.0.1.1,
-        # which other hosts cannot reach.
+        # Gloo's own choice is where the hostname resolves to: 127.0.1.1 on many a Debian, where the
+        # other hosts wait in vain.
         used = store.get("main_address").decode() if own.host == main.host else address
         meeting.interface = own_addresses().get(used, "")
 
 
 def _find_problem(main: Member, seated: Member, own: Member) -> str:
-    """Return why this rank cannot join rank 0 and the others, or an empty text."""
+    """Return why this rank cannot join rank 0 and the others, or nothing."""
     for name, value in main.facts.items():
         if own.facts.get(name) != value:
             return (
@@ -323,12 +323,12 @@ def _describe_missing(meeting: Meeting, waited: float) -> str:
 
 
 def _fail(meeting: Meeting, text: str) -> NoReturn:
-    """Raise the error that all ranks get. One rank of each host prints it."""
+    """Raise the error that all ranks get; one rank of each host prints it."""
     store, error = meeting.store, RendezvousError(text)
     error.reported_elsewhere = store.add(f"told/{meeting.own.host}", 1) > 1
     store.add("read", 1)
     end = time.monotonic() + meeting.verdict_seconds
-    # The store ends with rank 0, but all ranks have to read the verdict first.
+    # The store ends with rank 0, and all have to read the verdict first.
     while meeting.main is meeting.own and time.monotonic() < end:
         if store.add("read", 0) >= store.add("guests", 0):
             break

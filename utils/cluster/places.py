@@ -1,4 +1,4 @@
-"""Where a rank looks for rank 0: at a given address, or where rank 0 publishes one."""
+"""Where rank 0 is looked for: at an address, or where it publishes one."""
 
 import fcntl
 import json
@@ -8,34 +8,22 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
 from utils.errors import UsageError
 from utils.files import replace_file
 
-AGENT_SECONDS = 5.0  # for torchrun's store to answer, which starts before the ranks
+AGENT_SECONDS = 5.0  # for torchrun's store to answer; it is there before the ranks are
 SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
-class Spot(NamedTuple):
-    """Where rank 0 may be, and the nonce by which its store is recognised."""
-
-    host: str
-    port: int
-    nonce: str
-
-
-def _parse(text: bytes) -> list[Spot]:
-    return [Spot(*parts) for parts in json.loads(text)]
-
-
 class Address:
-    """Rank 0 is at an address that all ranks were given.
+    """Rank 0 is looked for at an address that everybody was given.
 
     Args:
-        source: where the address comes from, for messages.
+        source: what gave the address, for messages.
     """
 
     is_published = False
@@ -46,26 +34,28 @@ class Address:
     def __str__(self) -> str:
         return f"{self.host}:{self.port}" + f" (from {self.source})" * bool(self.source)
 
-    def find(self) -> list[Spot]:
-        """Return where rank 0 may be, or nothing if it has not published that yet.
+    def find(self) -> list[Any]:
+        """Return where rank 0 may be; nothing as long as it has not said so.
+
+        Each entry is a host, a port, and the nonce that the store there has if it is the right one.
 
         Raises:
-            OSError, RuntimeError, ValueError, TypeError: no answer, or not rank 0's.
+            OSError, RuntimeError, ValueError, TypeError: no answer, or none of rank 0's.
         """
-        return [Spot(self.host, self.port, "")]
+        return [(self.host, self.port, "")]
 
     def publish(self, port: int, nonce: str) -> None:
-        """Publish the port on which this process, rank 0, listens."""
+        """Make known on which port rank 0, which is this process, listens."""
 
     def withdraw(self) -> None:
-        """Clean up when all ranks have met."""
+        """Leave nothing behind, once all ranks have met."""
 
 
 class AgentStore(Address):
     """Rank 0 publishes its port in the store that torchrun's agent keeps on the same host.
 
-    Ranks must not use what the attempt before left there (pytorch/pytorch#135712). So each attempt
-    has a store of its own, with a nonce.
+    What the ranks of the attempt before left there must not be taken for this one's
+    (pytorch/pytorch#135712): a store of each attempt's own, with a nonce, takes care of that.
     """
 
     is_published = True
@@ -76,17 +66,17 @@ class AgentStore(Address):
         timeout = timedelta(seconds=AGENT_SECONDS)
         return dist.TCPStore(self.host, self.port, None, False, timeout, wait_for_workers=False)
 
-    def find(self) -> list[Spot]:
-        return _parse(self.store.get(self.KEY)) if self.store.check([self.KEY]) else []
+    def find(self) -> list[Any]:
+        return json.loads(self.store.get(self.KEY)) if self.store.check([self.KEY]) else []
 
     def publish(self, port: int, nonce: str) -> None:
-        self.store.set(self.KEY, json.dumps([Spot(self.host, port, nonce)]))
+        self.store.set(self.KEY, json.dumps([(self.host, port, nonce)]))
 
 
 class File(Address):
     """Rank 0 publishes its addresses in a file that all hosts see.
 
-    What an earlier job left there does no harm, since no store has its nonce.
+    What an earlier job left there does no harm: no store has its nonce.
     """
 
     is_published = True
@@ -97,13 +87,13 @@ class File(Address):
     def __str__(self) -> str:
         return f"file://{self.path}"
 
-    def find(self) -> list[Spot]:
-        return _parse(self.path.read_bytes()) if self.path.exists() else []
+    def find(self) -> list[Any]:
+        return json.loads(self.path.read_bytes()) if self.path.exists() else []
 
     def publish(self, port: int, nonce: str) -> None:
-        # Loopback comes last, since only ranks on this host can use it.
+        # Loopback last: others on this host alone can use it.
         addresses = sorted(own_addresses(), key=lambda ip: ip.startswith("127."))
-        spots = [Spot(host, port, nonce) for host in (*addresses, socket.gethostname())]
+        spots = [(host, port, nonce) for host in (*addresses, socket.gethostname())]
         try:
             replace_file(self.path, json.dumps(spots).encode())
         except OSError as error:
@@ -116,10 +106,10 @@ class File(Address):
 
 
 def probe(host: str, port: int) -> tuple[str, str]:
-    """Connect and leave. Return the other end's address, and that of this host on the way there.
+    """Connect and leave; return the other end's address, and that of this host on the way to it.
 
     Raises:
-        OSError: nothing listens there, or the host does not exist.
+        OSError: nothing listens there, or there is no such host.
     """
     with socket.create_connection((host, port), timeout=1.0) as connection:
         ends = connection.getpeername()[0], connection.getsockname()[0]
@@ -127,7 +117,7 @@ def probe(host: str, port: int) -> tuple[str, str]:
 
 
 def own_addresses() -> dict[str, str]:
-    """Return the interface of each IPv4 address of this host, if the system names it."""
+    """Return the interface of each IPv4 address of this host, where the system says it."""
     interfaces = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
