@@ -67,7 +67,6 @@ def read_launch(args: argparse.Namespace, environ: Mapping[str, str] = os.enviro
     rank, world_size, local_rank, local_world_size = (_number(environ, name) for name in names)
     address, job = read_address(environ), ""
     if launcher == "slurm":
-        world_size = world_size or _number(environ, "SLURM_NTASKS")
         address = address or _first_slurm_host(environ)
         # All tasks of this step have the same name. A step beside it has another one.
         job = f"{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
@@ -133,7 +132,7 @@ def read_port(environ: Mapping[str, str], job: str = "") -> int:
 
 def _first_slurm_host(environ: Mapping[str, str]) -> str:
     """Return the first of ``node[03-05,9],other``, which is where task 0 runs."""
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", "127.0.0.1")
+    nodes = environ.get("SLURM_STEP_NODELIST", "127.0.0.1")
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes).partition(",")[0]
 
 
