@@ -34,6 +34,8 @@ def go_wrong(when):
     if not is_faulty() or when != os.environ["FAULT_STEP"]:
         return
     how = os.environ["FAULT"]
+    if when == "data":
+        time.sleep(1.0)  # others may still ask rank 0's store whether all are there
     if "FAULT_FLAG" in os.environ:
         flag = Path(os.environ["FAULT_FLAG"])
         if "FAULT_ONCE" in os.environ and flag.exists():
