@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.processes import ROOT, finish, free_port, run, script, start
-from tests.test_launch import error_lines
+from tests.test_launch import error_lines, wait_for_port
 from utils.cluster.meeting import COMPLETE, Meeting, Member, RendezvousError, meet
 from utils.cluster.places import Address, File
 
@@ -45,17 +45,6 @@ def meet_all(place, *members, pause=0.0):
 @pytest.fixture
 def place():
     return Address("127.0.0.1", free_port())
-
-
-def wait_for_port(port, process):
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            return socket.create_connection(("127.0.0.1", port), timeout=1).close()
-        except OSError:
-            assert time.monotonic() < deadline
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.1)
 
 
 class Ranks:
@@ -93,30 +82,19 @@ def test_all_that_wait_name_the_missing(synthetic_dir):
     assert time.monotonic() - begin < 15  # at the first one's deadline
 
 
-def test_two_of_the_same_rank(synthetic_dir):
-    ranks = Ranks(synthetic_dir, 3, 40)
-    for rank in (0, 1, 1):
-        ranks.start(rank)
-    for ended in ranks.end(30):
-        assert "two processes claim rank 1: " in ended.stderr
-
-
-def test_a_second_rank_0(synthetic_dir):
-    ranks = Ranks(synthetic_dir, 3, 40)
-    for rank in (0, 0):
-        ranks.start(rank)
-    for ended in ranks.end(30):
-        assert "two processes claim rank 0: " in ended.stderr
-
-
 @pytest.mark.parametrize(
-    ("flags", "words"),
-    [(("--seed", 1), "has seed 1, rank 0 ("), (("--world-size", 4), "has WORLD_SIZE 4, rank 0 (")],
+    ("others", "words"),
+    [
+        ([[0]], "two processes claim rank 0: "),
+        ([[1], [1]], "two processes claim rank 1: "),
+        ([[1, "--seed", 1]], "has seed 1, rank 0 ("),
+        ([[1, "--world-size", 4]], "has WORLD_SIZE 4, rank 0 ("),
+    ],
 )
-def test_who_differs_is_named_at_once(flags, words, synthetic_dir):
-    ranks = Ranks(synthetic_dir, 2, 60)
-    ranks.start(0)
-    ranks.start(1, *flags)
+def test_who_does_not_fit_is_named_at_once(others, words, synthetic_dir):
+    ranks = Ranks(synthetic_dir, 3, 60)
+    for arguments in ([0], *others):
+        ranks.start(*arguments)
     for ended in ranks.end(30):
         assert words in ended.stderr
 
@@ -230,11 +208,13 @@ def test_a_store_of_another_attempt_is_not_taken(tmp_path):
     """Where rank 0 was published, its nonce has to be there."""
     place = File(str(tmp_path / "meet"))
     other = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    other.set("member/0", '{"rank": 0, "nonce": "other"}')
+    other.set("member/0", '{"rank": 0, "nonce": "other", "facts": {"seed": "9"}}')
     place.publish(other.port, "ours")
     outcomes = []
     attend(place, 1, 2, outcomes)
     assert "another program, or another job, has this port" in str(outcomes[0])
+    attend(place, 0, 1, outcomes)
+    assert isinstance(outcomes[1], Meeting), outcomes
 
 
 @pytest.mark.slow
