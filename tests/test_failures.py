@@ -15,7 +15,7 @@ from utils.errors import UsageError
 
 TIMEOUT = 5  # of a collective, seconds
 SOON = 15  # after a rank went wrong the others name it; the machine is busy
-END = 45  # torchrun waits half a minute for a stopped rank
+END = 60  # torchrun waits half a minute for a stopped rank
 WAITS = pytest.mark.long  # who is lost is told when a real time limit has passed
 SLOW = pytest.mark.slow
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
