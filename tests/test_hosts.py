@@ -290,4 +290,3 @@ def test_the_doctor_finds_names_that_resolve_to_loopback(hosts, synthetic_dir, t
     assert "warning" in found
     assert "node0 resolves to 127.0.1.1; node1 resolves to 127.0.1.1" in found
     assert "gloo: eth0 on node0, eth0 on node1" in ended[0].stdout
-    assert "one disk" in ended[0].stdout
