@@ -1,17 +1,17 @@
-"""Let a large world meet on this machine, and lose a rank, to see how long both take.
+"""Let a large world meet on this machine, and lose a rank: how long it takes, and what it needs.
 
     python scripts/tools/simulate.py --ranks 64 256 1024
 
 Ranks are threads of a few processes. Rank 0 and the rank that gets lost have processes of their
 own. Stores and messages are the real ones, and each rank holds as many connections to rank 0's
-store as a rank of a job does. The tool prints a row for each size:
+store as a rank of a job does. Prints a row for each size:
 
 - meeting: seconds from the first rank's start until every rank knows that all are there, and MB
   and descriptors of rank 0.
-- missing: a rank never comes. Seconds from the end of the meeting's time until every rank knows.
-- lost: a rank gets killed. Seconds until every other rank knows its number.
+- missing: the same with a rank that never comes, in seconds after the time for the meeting is over.
+- lost: a rank gets killed. Seconds until every other rank knows its name.
 
-The exit status is 1 if a rank got a wrong answer.
+The exit status is 1 if a rank got another answer than the right one.
 """
 
 import argparse
@@ -25,12 +25,12 @@ import signal
 import socket
 import struct
 import sys
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -51,35 +51,13 @@ CLONE_NEWNET = 0x40000000  # unshare(2)
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1  # netdevice(7)
 BYTES_IN_TCP_INFO = 120  # tcpi_bytes_acked and tcpi_bytes_received, see linux/tcp.h
 LIMIT_SECONDS = 120.0  # for all ranks to answer
+HEADER: tuple[str, ...] = ("ranks", "  met", "meeting s", "    MB", "descriptors")
+HEADER += ("missing s", "right", "lost s", "   MB", "right")
 LOST = "gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"
 
 
-class Row(NamedTuple):
-    """The figures of one size. ``met`` and ``right`` count ranks with the right answer."""
-
-    ranks: int
-    met: int
-    meeting_s: float
-    meeting_mb: float
-    descriptors: int
-    missing_s: float
-    missing_right: int
-    lost_s: float
-    lost_mb: float
-    lost_right: int
-
-
-def attend(rank: int, size: int, port: int, seconds: float) -> Job:
-    """Meet the others as a rank does."""
-    host = f"host{rank // RANKS_PER_HOST}"
-    own = Member(rank, {"model": "convnet"}, host)
-    job = Job(meet(Address("127.0.0.1", port), own, size, seconds), seconds)
-    job.group_store = job.rendezvous()  # type: ignore[attr-defined]  # a connection more
-    return job
-
-
 def traffic() -> tuple[float, int]:
-    """Return the MB that the open connections of this process carried, and its descriptors."""
+    """Return MB that the open connections of this process carried, and how many descriptors."""
     total, numbers = 0, os.listdir("/proc/self/fd")
     for number in numbers:
         with suppress(OSError), socket.socket(fileno=os.dup(int(number))) as connection:
@@ -91,29 +69,25 @@ def traffic() -> tuple[float, int]:
 def live(
     ranks: list[int], size: int, port: int, seconds: float, begin: Any, lose: Any, results: Any
 ) -> None:
-    """Be some ranks of the world: meet, and name the lost rank once ``lose`` is set."""
-    # This process group sends nothing. With it the ranks count as being in training.
+    """Be some ranks of the world: meet, and once ``lose`` is set name the lost one."""
+    # Nothing is sent by this process group. With it the ranks count as being in training.
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    jobs: dict[int, Job] = {}
+    jobs, stores = dict[int, Job](), list[dist.Store]()
 
-    def in_threads(function: Callable[[int], Any]) -> dict[int, Any]:
-        answers: dict[int, Any] = {}
-
-        def answer(rank: int) -> None:
+    def in_threads(function: Callable[[int], Any]) -> list[Any]:
+        def answer(rank: int) -> tuple[Any, float]:
             try:
-                answers[rank] = function(rank), time.time()
+                return function(rank), time.time()
             except Exception as error:
-                answers[rank] = str(error), time.time()
+                return str(error), time.time()
 
-        threads = [threading.Thread(target=answer, args=(rank,), daemon=True) for rank in ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return answers
+        with ThreadPoolExecutor(len(ranks)) as pool:
+            return list(pool.map(answer, ranks))
 
     def arrive(rank: int) -> str:
-        jobs[rank] = attend(rank, size, port, seconds)
+        own = Member(rank, {"model": "convnet"}, f"host{rank // RANKS_PER_HOST}")
+        jobs[rank] = Job(meet(Address("127.0.0.1", port), own, size, seconds), seconds)
+        stores.append(jobs[rank].rendezvous())  # a connection more
         return "met"
 
     def name_lost(rank: int) -> list[int]:
@@ -122,7 +96,7 @@ def live(
     begin.wait()
     results.put((in_threads(arrive), None))
     if ranks == [size - 2]:
-        signal.pause()  # the rank that gets lost, for which an event would wait
+        signal.pause()  # the one that gets lost: an event would wait for it
     lose.wait()
     before = traffic()
     results.put((in_threads(name_lost), (before, traffic()) if ranks == [0] else None))
@@ -130,10 +104,10 @@ def live(
 
 
 def leave_network() -> None:
-    """Go on in a network of our own, if root may have one.
+    """Go on in a network of our own, where root may have one.
 
-    The thread that serves rank 0's store looks up the host name of each new connection. A name
-    server that drops some of these many questions would decide the result.
+    The thread that serves rank 0's store asks for the name of each new connection, and a name
+    server that drops some of so many questions would be what is measured.
     """
     if os.geteuid() == 0 and ctypes.CDLL(None).unshare(CLONE_NEWNET) == 0:
         with socket.socket() as any_socket:
@@ -157,60 +131,52 @@ class World:
         shared = [rank for rank in range(1, size) if rank != lost]
         groups = [[0], *(shared[part::PROCESSES] for part in range(PROCESSES)), [lost]]
         common = (size, port, seconds, self.begin, self.lose, self.results)
-        self.processes = [
-            context.Process(target=live, args=(group, *common), daemon=True)
-            for group in groups
-            if group and group != [absent]
-        ]
-        for process in self.processes:
-            process.start()
+        self.processes = []
+        for group in groups:
+            if group and group != [absent]:
+                process = context.Process(target=live, args=(group, *common), daemon=True)
+                process.start()
+                self.processes.append(process)
         time.sleep(START_SECONDS)
         self.start = time.time()
         self.begin.set()
 
     def collect(self, count: int) -> tuple[list[Any], float, Any]:
         """Return the answers of ``count`` ranks, when the last one came, and rank 0's figures."""
-        answers: dict[int, Any] = {}
-        figures, deadline = None, time.monotonic() + LIMIT_SECONDS
+        answers: list[tuple[Any, float]] = []
+        figures, deadline = ((0.0, 0), (0.0, 0)), time.monotonic() + LIMIT_SECONDS
         with suppress(queue.Empty):
             while len(answers) < count:
                 more, told = self.results.get(timeout=max(0, deadline - time.monotonic()))
-                answers |= more
+                answers += more
                 figures = told or figures
-        last = max((when for _, when in answers.values()), default=float("nan"))
-        return [told for told, _ in answers.values()], last, figures
+        last = max((when for _, when in answers), default=float("nan"))
+        return [told for told, _ in answers], last, figures
 
     def end(self) -> None:
         for process in self.processes:
             process.kill()
-        for process in self.processes:
             process.join()
 
 
-def simulate(size: int) -> Row:
-    """Return what a world of ``size`` ranks takes."""
+def simulate(size: int) -> tuple[float, ...]:
+    """Return a row: what a world of ``size`` ranks takes."""
     world = World(size, LIMIT_SECONDS)
     told, end, _ = world.collect(size)
-    meeting_s = end - world.start
-    met = told.count("met")
+    met, meeting_s = told.count("met"), end - world.start
     world.processes[-1].kill()
     start = time.time()
     world.lose.set()
-    told, end, figures = world.collect(size - 1)
+    told, end, ((megabytes, descriptors), (with_loss, _)) = world.collect(size - 1)
     world.end()
-    (megabytes, descriptors), (with_loss, _) = figures or ((0.0, 0), (0.0, 0))
-    lost_s, lost_right = end - start, told.count([size - 2])
+    lost = end - start, with_loss - megabytes, told.count([size - 2])
 
     seconds = 2 * meeting_s + 4.0
     world = World(size, seconds, absent=size - 2)
     told, end, _ = world.collect(size - 1)
     world.end()
-    missing_s = end - world.start - seconds
-    missing_right = sum(f"missing: {size - 2}." in str(answer) for answer in told)
-    return Row(
-        *(size, met, meeting_s, megabytes, descriptors),
-        *(missing_s, missing_right, lost_s, with_loss - megabytes, lost_right),
-    )
+    missing = end - world.start - seconds, sum(f"missing: {size - 2}." in str(t) for t in told)
+    return (size, met, meeting_s, megabytes, descriptors, *missing, *lost)
 
 
 def main() -> int:
@@ -225,17 +191,13 @@ def main() -> int:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     leave_network()
-    print("ranks    met  meeting s      MB  descriptors  missing s  right  lost s     MB  right")
+    print(*HEADER, sep="  ")
     is_right = True
     for size in sizes:
         row = simulate(size)
-        print(
-            f"{row.ranks:5}  {row.met:5}  {row.meeting_s:9.1f}  {row.meeting_mb:6.1f}"
-            f"  {row.descriptors:11}  {row.missing_s:9.1f}  {row.missing_right:5}"
-            f"  {row.lost_s:6.1f}  {row.lost_mb:5.1f}  {row.lost_right:5}",
-            flush=True,
-        )
-        is_right &= row.met == size and row.missing_right == row.lost_right == size - 1
+        cells = (f"{x:.1f}" if isinstance(x, float) else str(x) for x in row)
+        print(*(c.rjust(len(name)) for c, name in zip(cells, HEADER, strict=True)), sep="  ")
+        is_right &= (row[1], row[6], row[9]) == (size, size - 1, size - 1)
     return 0 if is_right else 1
 
 

@@ -103,7 +103,7 @@ def _is_reported(error: UserError, launch: Launch) -> bool:
         return False
     if isinstance(error, RendezvousError | LostRank):
         return error.reported_elsewhere
-    everywhere = isinstance(error, UsageError | Stopped) or error.reported_elsewhere
+    everywhere = isinstance(error, Stopped) or error.exit_status == 2 or error.reported_elsewhere
     return everywhere and bool(launch.local_rank)
 
 
