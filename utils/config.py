@@ -88,12 +88,7 @@ def build_parser(technique: str, description: str | None) -> argparse.ArgumentPa
 def _add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("data").add_argument
     add("--dataset", choices=list(SOURCES), default="mnist")
-    add(
-        "--data-dir",
-        type=PATH,
-        default="data",
-        help="in torchvision's layout (MNIST/raw)",
-    )
+    add("--data-dir", type=PATH, default="data", help="in torchvision's layout (MNIST/raw)")
     add("--num-workers", type=COUNT, default=0, help="loader workers of each process")
     add("--augment", action=argparse.BooleanOptionalAction, default=True, help="random shift")
     add("--data-on-device", action="store_true", help="keep the set on the GPU")
@@ -125,12 +120,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("run").add_argument
     add("--run-dir", type=PATH, help="default: a new folder below runs/")
     add("--resume", action="store_true", help="continue in --run-dir (default: the latest)")
-    add(
-        "--init-weights",
-        type=PATH,
-        metavar="FILE",
-        help="start from a checkpoint's weights",
-    )
+    add("--init-weights", type=PATH, metavar="FILE", help="start from a checkpoint's weights")
     add("--save-every-steps", type=SIZE, help="also save within epochs")
     add("--profile", action="store_true", help="trace some steps of the first epoch")
     add("--log-every", type=SIZE, default=50, help="steps between entries")
