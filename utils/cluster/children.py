@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -90,8 +91,10 @@ def end_process(status: int) -> NoReturn:
 def _interrupt(children: list[Any]) -> None:
     """Pass on a second Ctrl-C, so that rank 0 can still write the state of the run."""
     _send(children, signal.SIGINT)
+    # For all of them together, since this process itself has no longer.
+    deadline = time.monotonic() + signals.INTERRUPT_SECONDS / 2
     for child in children:
-        child.join(signals.INTERRUPT_SECONDS)
+        child.join(max(0.0, deadline - time.monotonic()))
 
 
 def _send(children: list[Any], number: int) -> None:

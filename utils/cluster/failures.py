@@ -146,8 +146,10 @@ class Job:
         if dist.is_initialized() and self.lost["is_gone"]:
             text = f"{who} lost {names} {when}: {cause or UNKNOWN} ({reason})"
         elif dist.is_initialized():
-            text = f"{who} lost no rank {when}, but {names} is behind: look at its load and"
-            text += f" --timeout ({reason})"
+            behind = f"{names} is behind: look at its load and --timeout"
+            if not self.lost["ranks"]:
+                behind = "one rank called a collective that the others did not"
+            text = f"{who} lost no rank {when}, but {behind} ({reason})"
         elif self.lost["is_gone"]:
             text = (
                 f"{who} met {names}, which did not come to the process group ({cause or reason}):"
