@@ -8,7 +8,7 @@ from torch import nn
 
 import models
 from utils import device
-from utils.data_parallel import CPUDataParallel, select_devices
+from utils.data_parallel import CPUDataParallel, keep_autocast_dtype, select_devices
 from utils.errors import UsageError
 
 CPU = torch.device("cpu")
@@ -88,6 +88,18 @@ def test_grad_mode_and_autocast_reach_the_threads():
         assert not wrapped(images).requires_grad
     with torch.autocast("cpu", torch.bfloat16):
         assert wrapped(images).dtype == torch.bfloat16
+
+
+def test_the_replicas_keep_the_dtype_of_autocast():
+    """A new thread has autocast's default dtype, bf16 on a CPU and fp16 on CUDA, as in PyTorch."""
+    model = nn.Linear(4, 2).float()
+    parallel, precision = CPUDataParallel(model, 2), device.Precision(CPU, "fp16")
+    found = []
+    for _ in range(2):
+        with precision.autocast():
+            found.append(parallel(torch.zeros(4, 4, dtype=torch.float32)).dtype)
+        keep_autocast_dtype(model, precision)
+    assert found == [torch.bfloat16, torch.float16]
 
 
 def test_keys_and_type_are_those_of_dataparallel():
