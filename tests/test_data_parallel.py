@@ -92,14 +92,21 @@ def test_grad_mode_and_autocast_reach_the_threads():
 
 def test_the_replicas_keep_the_dtype_of_autocast():
     """A new thread has autocast's default dtype, bf16 on a CPU and fp16 on CUDA, as in PyTorch."""
-    model = nn.Linear(4, 2).float()
-    parallel, precision = CPUDataParallel(model, 2), device.Precision(CPU, "fp16")
     found = []
-    for _ in range(2):
+
+    class Recording(nn.Linear):
+        def forward(self, inputs):
+            found.append(torch.get_autocast_dtype("cpu"))
+            return super().forward(inputs).float()
+
+    model, precision = Recording(4, 2).float(), device.Precision(CPU, "fp16")
+    parallel = CPUDataParallel(model, 2)
+    for dtype in (torch.bfloat16, torch.float16):
         with precision.autocast():
-            found.append(parallel(torch.zeros(4, 4, dtype=torch.float32)).dtype)
+            parallel(torch.zeros(4, 4, dtype=torch.float32))
+        assert found == [dtype] * 2
+        found.clear()
         keep_autocast_dtype(model, precision)
-    assert found == [torch.bfloat16, torch.float16]
 
 
 def test_keys_and_type_are_those_of_dataparallel():
