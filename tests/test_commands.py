@@ -38,9 +38,9 @@ SHORT = {
     "prepare_data.py": "",
 }
 STATUS = {r"^diff ": 1, r"--node-rank 5": 2}  # how the others end
-PRINTS = {r"train_\w+\.py(?!.*(--dry-run|--node-rank 5| train_))": "test accuracy"}
+PRINTS = {r"^(?!diff).*train_\w+\.py(?!.*(--dry-run|--node-rank 5| train_))": "test accuracy"}
 IS_OWN = re.compile(r"train_.*--model mine")
-NEEDS_GPUS = re.compile(r"--devices \d|--output-device")
+NEEDS_GPUS = re.compile(r"--devices \d|--output-device|--nproc_per_node gpu")
 
 
 def shown_commands():
