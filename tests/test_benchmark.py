@@ -143,6 +143,7 @@ def test_interrupted_it_writes_what_it_has(pretend):
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.05)
+    time.sleep(1.0)  # a child may run before its parent knows of it
     os.kill(process.pid, signal.SIGINT)
     ended = finish(process, timeout=60)
     assert ended.returncode == 130, ended.text
