@@ -29,7 +29,7 @@ def test_runs_that_are_alike_have_a_speed_up(tmp_path):
     told = tell(tmp_path, RUN, DDP)
     assert "1.50 x" in told
     assert "No GPU took part: a device is a core of the CPU." in told
-    assert "steps of 96 images" in told
+    assert "of 96 images each" in told
 
 
 @pytest.mark.parametrize(("name", "value"), [("model", "mlp"), ("global_step", 20)])
