@@ -10,8 +10,8 @@ file. SIGTERM, Ctrl-C or a failed process costs at most the epoch that was being
 signal to torchrun itself, torchrun prints a traceback of its own and ends with 1.)
 
 Each addition to ddp.py has a comment that begins with RESUME, RESTART, STOP, LOG, AMP, ACCUMULATE,
-CLIP or SEED. For restarts on several machines, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for
-torchrun on each of them.
+CLIP or SEED. For restarts on several machines, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where
+you start torchrun.
 """
 
 import argparse

@@ -6,27 +6,26 @@ Training does the same by itself. Use this tool for a machine that will have no 
 """
 
 import argparse
-import io
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import data
+from utils import output
 from utils.datasets.prepare import prepare
 from utils.datasets.sources import SOURCES
 from utils.errors import guard
 
 
 def run(args: argparse.Namespace) -> int:
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # not every terminal can show every name
     data.load_dataset(args.dataset, args.data_dir)  # reads and verifies what is there
     print(prepare(args.dataset, args.data_dir))
     return 0
 
 
 def main() -> int:
+    output.protect()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("dataset", choices=list(SOURCES))
     parser.add_argument("--data-dir", default="data")
