@@ -3,9 +3,7 @@
 import json
 import shlex
 import shutil
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -49,10 +47,5 @@ def test_all_cells_run(synthetic_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("REPOSITORY", str(tmp_path / "origin"))
     monkeypatch.setenv("TRAIN_FLAGS", f"{where} --model linear --max-steps 20")
     monkeypatch.setenv("BENCHMARK_FLAGS", f"--quick {where} --models linear --steps 3 --threads 2")
-    shown = []
-    display = ModuleType("IPython.display")
-    display.Image = shown.append
-    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
-    monkeypatch.setitem(sys.modules, "IPython.display", display)
     assert "How to read it" in run_cells(CODE)
-    assert [Path(path).stat().st_size > 10_000 for path in shown] == [True]
+    assert (tmp_path / "work/project/runs/benchmark/benchmark.txt").exists()
