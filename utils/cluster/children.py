@@ -112,6 +112,7 @@ def _wait_for(context: Any, first: int) -> int:
                 forwarded = signals.received()
                 _send(context.processes, forwarded)
     except mp.ProcessExitedException as error:
+        forwarded = forwarded or signals.received()  # Ctrl-C reaches the children as well
         if error.signal_name and not forwarded:
             name = f"rank {first + error.error_index} (pid {error.error_pid})"
             line = f"{Path(sys.argv[0]).name}: error: {name} was killed by {error.signal_name}"
