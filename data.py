@@ -21,7 +21,7 @@ from utils import signals
 from utils.datasets import idx
 from utils.datasets.prepare import prepare
 from utils.datasets.sources import RAW_FILES, SOURCES, DataError
-from utils.errors import UsageError
+from utils.errors import NO_SHARED_MEMORY, UsageError
 
 EVAL_BATCH_SIZE = 500  # fits a CPU's cache; the result does not depend on it
 PREFETCH = 2  # batches that each loader worker prepares ahead, PyTorch's default
@@ -91,30 +91,14 @@ def _check_kind(images: Any, labels: Any) -> None:
         raise DataError(f"labels hold the class {int(labels.min())}: classes count from 0")
 
 
-class SharedMemoryError(UsageError):
-    """Loader workers find no room for their batches in /dev/shm."""
-
-    def __init__(self, *text: str) -> None:  # of a worker's error PyTorch passes on the traceback
-        super().__init__(
-            "/dev/shm has no room for the batches of the loader workers: make it larger (docker"
-            " run --shm-size 1g), lower --num-workers, or pass --num-workers 0"
-        )
-
-
 def keep_batch(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the batch as it is, but in shared memory if this is a loader worker.
 
     PyTorch would put it there from another thread of the worker, whose error nobody gets: the
     training process would wait for this batch for ever.
-
-    Raises:
-        SharedMemoryError: there is no room.
     """
     if get_worker_info() is not None:
-        try:
-            return batch[0].share_memory_(), batch[1].share_memory_()
-        except (RuntimeError, OSError):
-            raise SharedMemoryError from None
+        return batch[0].share_memory_(), batch[1].share_memory_()
     return batch
 
 
@@ -135,7 +119,7 @@ def loader_options(dataset: ImageSet, num_workers: int, device: torch.device) ->
         dataset: the test set, whose batches are the larger ones.
 
     Raises:
-        SharedMemoryError: /dev/shm has no room for the batches of the evaluation that the workers
+        UsageError: /dev/shm has no room for the batches of the evaluation that the workers
             of all processes of this machine prepare ahead.
     """
     on_host = dataset.images.device.type == "cpu"
@@ -144,7 +128,7 @@ def loader_options(dataset: ImageSet, num_workers: int, device: torch.device) ->
     images = min(workers * PREFETCH * EVAL_BATCH_SIZE, len(dataset))
     free = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else math.inf
     if workers and free < images * dataset.images[:1].nbytes:
-        raise SharedMemoryError
+        raise UsageError(NO_SHARED_MEMORY)
     return {
         "num_workers": num_workers,
         "timeout": BATCH_TIMEOUT if num_workers else 0,

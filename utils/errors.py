@@ -56,9 +56,14 @@ def describe(error: BaseException) -> str:
 REPORT_SECONDS = 10.0  # for the rank that reports for its node, which may still be importing
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 MEMORY = "out of memory: lower --batch-size, or raise --grad-accum-steps to keep the global batch"
+NO_SHARED_MEMORY = (
+    "/dev/shm has no room for the batches of the loader workers: make it larger (docker run"
+    " --shm-size 1g), lower --num-workers, or pass --num-workers 0"
+)
 # A part of an error's text, by PyTorch or the system, and what to say instead.
 KNOWN = {
     "can't allocate memory": MEMORY,
+    "unable to allocate shared memory": NO_SHARED_MEMORY,
     "Too many open files": "too many open files: raise `ulimit -n` (1024 will do), or lower"
     " --num-workers",
     "SyncBatchNorm layers only work with GPU modules": "--sync-bn: SyncBatchNorm works on GPUs"
@@ -83,8 +88,10 @@ def explain(error: Exception) -> Exception:
             f"cannot write {where} ({error.strerror}): make room, and continue with --resume"
         )
     for part, message in KNOWN.items():
-        if part in text and not isinstance(error, UserError):
-            return (UsageError if message.startswith("--") else UserError)(message)
+        # In the whole text, since the error of a loader worker comes with its traceback before it.
+        if part in str(error) and not isinstance(error, UserError):
+            is_usage = message.startswith(("--", NO_SHARED_MEMORY))
+            return (UsageError if is_usage else UserError)(message)
     if isinstance(error, OSError) and error.filename:
         return UserError(f"{error.filename2 or error.filename}: {error.strerror}")
     # A worker that dies while it sends a batch shows as a broken connection.
