@@ -35,9 +35,9 @@ class ImageSet(Dataset):
 
     Labels are classes, int64 [N], or the numbers of a regression, float [N] or [N, D].
 
-    ``DataLoader`` calls ``__getitems__`` with the indices of a whole batch where a data set has
-    it: one indexing operation instead of a Python call for each image. Pass ``keep_batch`` as the
-    loader's ``collate_fn``, since there is nothing left to collate.
+    If a data set has ``__getitems__``, ``DataLoader`` calls it with the indices of a whole batch.
+    That is one indexing operation instead of a Python call for each image. Pass ``keep_batch`` as
+    the loader's ``collate_fn``, since nothing is left to collate.
 
     Raises:
         DataError: images or labels of another kind.
@@ -62,7 +62,7 @@ class ImageSet(Dataset):
         # From pinned memory a GPU fetches the index by itself, and the host need not wait for it.
         index = torch.tensor(indices, pin_memory=self.images.is_cuda)
         index = index.to(self.images.device, non_blocking=True)
-        # On a CPU it copies whole images, where ``self.images[index]`` goes byte by byte.
+        # On a CPU this copies whole images. ``self.images[index]`` would go byte by byte.
         return self.images.index_select(0, index), self.labels.index_select(0, index)
 
 
@@ -94,8 +94,8 @@ def _check_kind(images: Any, labels: Any) -> None:
 def keep_batch(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the batch as it is, but in shared memory if this is a loader worker.
 
-    PyTorch would put it there from another thread of the worker, whose error nobody gets: the
-    training process would wait for this batch for ever.
+    Otherwise PyTorch puts it there from another thread of the worker. An error in that thread
+    reaches nobody, and the training process waits for the batch for ever.
     """
     if get_worker_info() is not None:
         return batch[0].share_memory_(), batch[1].share_memory_()
@@ -105,8 +105,8 @@ def keep_batch(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 def ignore_stop_signals(worker_id: int) -> None:
     """Let a loader worker outlive a stop request, which the training process answers.
 
-    ``scancel`` and Ctrl-C signal every process; a worker that dies of it would turn the orderly
-    stop of its parent into a crash.
+    ``scancel`` and Ctrl-C send a signal to every process. A worker that dies of the signal would
+    turn the orderly stop of its parent into a crash.
     """
     for number in signals.STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -119,11 +119,11 @@ def loader_options(dataset: ImageSet, num_workers: int, device: torch.device) ->
         dataset: the test set, whose batches are the larger ones.
 
     Raises:
-        UsageError: /dev/shm has no room for the batches of the evaluation that the workers
-            of all processes of this machine prepare ahead.
+        UsageError: /dev/shm has no room for the evaluation's batches, which the workers of all
+            processes of this machine prepare ahead.
     """
     on_host = dataset.images.device.type == "cpu"
-    # A worker finds it too, but not before its first batch: in the evaluation, after an epoch.
+    # A worker would notice it too, but in the evaluation only after an epoch.
     workers = num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     images = min(workers * PREFETCH * EVAL_BATCH_SIZE, len(dataset))
     free = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else math.inf
@@ -159,9 +159,9 @@ def batches(loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, T
 
 
 def fingerprint(dataset: ImageSet) -> str:
-    """Return what two ranks compare to find out whether they have the same data, in milliseconds.
+    """Return a text that is equal on two ranks if they have the same data. It takes milliseconds.
 
-    It covers length, shapes, dtypes, all labels and some hundred images, in their order.
+    The text covers length, shapes, dtypes, all labels and some hundred images, in their order.
     """
     images, labels = dataset.images, dataset.labels
     some = images[:: max(1, len(images) // FINGERPRINT_IMAGES)]
@@ -220,7 +220,7 @@ class EpochSampler(DistributedSampler):
 class Transform:
     """Move a batch to the device, normalise it there, and shift it at random in training.
 
-    Images travel as bytes, a quarter of what they are as floats.
+    Images are loaded and copied as bytes, which take a quarter of the memory of floats.
 
     Args:
         device: where the model computes.
@@ -255,8 +255,8 @@ class Transform:
 def check_fits(model: nn.Module, transform: Transform, *sets: ImageSet) -> None:
     """Try a new model on an image of each set, and compare its logits with the labels.
 
-    Found here, before any step, it is one line: on a GPU a class without a logit is an assert in a
-    kernel, which names nothing.
+    A mismatch that is found here is one line. In a step on a GPU, a class without a logit is an
+    assert in a kernel, which names nothing.
 
     Args:
         model: on the device of ``transform``, not wrapped.
@@ -273,7 +273,7 @@ def check_fits(model: nn.Module, transform: Transform, *sets: ImageSet) -> None:
             raise DataError("--dataset has an empty set: it needs images to train and to test")
         try:
             images, labels = transform(*dataset[:1])
-            outputs = model.forward(images)  # past ``compile``, for which this is no batch
+            outputs = model.forward(images)  # ``model(images)`` would compile for a single image
         except (RuntimeError, ValueError) as error:
             raise DataError(
                 f"--model cannot take the images of --dataset, {list(dataset.images.shape[1:])}"
@@ -303,13 +303,13 @@ def _per_channel(value: float | tuple[float, ...], device: torch.device) -> Any:
 def random_shift(images: Tensor, margin: int) -> Tensor:
     """Return images [B, H, W] or [B, C, H, W], each moved by up to ``margin`` pixels each way.
 
-    All channels of an image move alike, and what is uncovered becomes 0. Draws from the default
-    generator of the images' device.
+    All channels of an image move alike, and uncovered pixels become 0. The shifts are drawn from
+    the default generator of the images' device.
     """
     padded = F.pad(images, (margin,) * 4).contiguous()  # also where channels came last
     dy, dx = torch.randint(2 * margin + 1, (2, len(images)), device=images.device)
-    # A moved image lies in one piece, from its first pixel to its last, with what pads its rows in
-    # between: one copy for each image, a third of the time of indexing pixel by pixel.
+    # A shifted image is one contiguous piece of the padded image, with padding between its rows. So
+    # each image takes one copy, which needs a third of the time of indexing pixel by pixel.
     step, *inner = padded.stride()
     pitch = inner[-2]
     size = step - 2 * margin * (pitch + 1)
@@ -320,10 +320,10 @@ def random_shift(images: Tensor, margin: int) -> Tensor:
 
 
 def load_dataset(name: str, data_dir: str) -> tuple[ImageSet, ImageSet]:
-    """Load training set and test set, preparing them where no process has yet.
+    """Load the training set and the test set, and prepare them if no process has yet.
 
-    Safe to call from all processes of a job at once, on a disk of one node or on a shared one:
-    whoever takes the file lock prepares, the others wait for it. No process group is needed.
+    All processes of a job may call it at once, on a local disk or on a shared one. The process that
+    takes the file lock prepares the data, and the others wait. No process group is needed.
 
     Args:
         name: a key of ``SOURCES``.

@@ -35,8 +35,8 @@ class ConvNet(nn.Module):
 def _convolution(channels_in: int, channels_out: int) -> tuple[nn.Module, ...]:
     # The normalisation that follows would subtract a bias again.
     convolution = nn.Conv2d(channels_in, channels_out, 3, bias=False)
-    # With PyTorch's momentum of 0.1 the running statistics, which the evaluation uses, lag behind
-    # the weights by some twenty steps: more than an epoch of large batches has.
+    # The evaluation uses the running statistics. With PyTorch's momentum of 0.1 they lag behind the
+    # weights by some twenty steps. An epoch of large batches has fewer.
     return convolution, nn.BatchNorm2d(channels_out, momentum=0.4), nn.ReLU()
 
 
@@ -59,7 +59,7 @@ class Basic(nn.Module):
 
 
 def linear() -> nn.Module:
-    """Build a linear classifier: the least that learns, 7,850 parameters."""
+    """Build a linear classifier, the smallest model that learns: 7,850 parameters."""
     return nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 10))
 
 
@@ -100,12 +100,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def build_model(name: str) -> nn.Module:
-    """Build the model that ``MODELS`` has under ``name``; its weights come from the seed.
+    """Build the model that ``MODELS`` has under ``name``. Its weights come from the seed.
 
     Raises:
         UsageError: a package that the model needs cannot be imported.
     """
-    # The order of memory that convolutions prefer: a fifth faster on a CPU, more with tensor cores.
+    # In this order of memory convolutions are a fifth faster on a CPU, and more with tensor cores.
     return MODELS[name]().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
