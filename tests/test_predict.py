@@ -99,7 +99,7 @@ def test_what_cannot_be_used_is_one_line(trained, tmp_path):
     Image.new("RGBA", (50, 50)).save(tmp_path / "clear.png")
     names = ["none.png", "text.png", "blank.png", "vast.png", "clear.png"]
     cases = [
-        (["nowhere.pt", "--test"], ["nowhere.pt does not exist"]),
+        (["nowhere.pt", "--test"], ["nowhere.pt: No such file"]),
         ([tmp_path, "--test"], ["is no run directory"]),
         ([tmp_path / "mine.pt", "--test"], ["add it to MODELS in models.py"]),
         ([trained], ["nothing to do"]),

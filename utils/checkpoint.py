@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from utils import distributed
-from utils.errors import DISK, describe
+from utils.errors import DISK
 from utils.files import replace_file
 from utils.progress import Progress
-from utils.weights import CheckpointError, match_weights, read_tensors
+from utils.weights import CheckpointError, load_state, read_tensors
 
 FORMAT = 3
 
@@ -91,40 +91,15 @@ class Checkpointer:
         state = distributed.call_on_rank_0(self._read_newest)
         if state is None:
             return
-        self._check(state, progress)
-        try:
-            self.model.load_state_dict(state["model"])
-            own = self.optimizer.state_dict()
-            for i, (name, _) in enumerate(self.model.named_parameters()):
-                # A parameter that was not trained keeps its own state.
-                own["state"][i] = own["state"].get(i, {}) | state["optimizer"].get(name, {})
-            self.optimizer.load_state_dict(own)
-            if state["scaler"] and self.scaler.is_enabled():
-                self.scaler.load_state_dict(state["scaler"])
-            progress.restore(state["progress"])
-        except Exception as error:  # its archive is whole, so somebody changed the content
-            raise CheckpointError(
-                f"the checkpoint in {self.folder} is damaged ({describe(error)})"
-            ) from error
-
-    def _check(self, state: dict[str, Any], progress: Progress) -> None:
-        for key, ours in self.identity.items():
-            theirs = state["identity"].get(key)
-            if theirs != ours:
-                raise CheckpointError(
-                    f"the checkpoint in {self.folder} was trained with {key} {theirs}, this"
-                    f" command says {ours}: use the same, or another --run-dir"
-                )
-        _, problems = match_weights(self.model.state_dict(), state["model"])
-        if problems:
-            raise CheckpointError(
-                f"the checkpoint in {self.folder} does not fit --model: {problems[0]}"
-            )
-        if state["progress"]["epoch_samples"] > progress.epoch_size:
-            raise CheckpointError(
-                f"the checkpoint in {self.folder} stands beyond the {progress.epoch_size} samples"
-                " of this data set: use the same, or another --run-dir"
-            )
+        load_state(self.model, state["model"], self.folder)
+        own = self.optimizer.state_dict()
+        for i, (name, _) in enumerate(self.model.named_parameters()):
+            # A parameter that was not trained keeps its own state.
+            own["state"][i] = own["state"].get(i, {}) | state["optimizer"].get(name, {})
+        self.optimizer.load_state_dict(own)
+        if state["scaler"] and self.scaler.is_enabled():
+            self.scaler.load_state_dict(state["scaler"])
+        progress.restore(state["progress"])
 
     def _read_newest(self) -> dict[str, Any] | None:
         problems: list[str] = []
@@ -141,6 +116,12 @@ class Checkpointer:
                 print(f"warning: {problem}; continuing from {path}", file=sys.stderr)
                 # Otherwise the next save would keep the damaged file, and discard the good one.
                 (self.folder / "last.pt").unlink()
+            for key, ours in self.identity.items():
+                if (theirs := state["identity"].get(key)) != ours:
+                    raise CheckpointError(
+                        f"{path} was trained with {key} {theirs}, this command says {ours}: use the"
+                        " same, or another --run-dir"
+                    )
             return state
         if problems:
             raise CheckpointError(f"no whole checkpoint to resume from: {'; '.join(problems)}")

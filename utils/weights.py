@@ -1,7 +1,6 @@
 """Weights in files, read safely, compared before use, and identified by a hash."""
 
 import hashlib
-import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from utils import distributed
-from utils.errors import UserError, describe, printable
+from utils.errors import UserError, printable
 
 CONTAINERS = ("model", "model_state_dict", "state_dict", "net")  # keys under which others save
 PREFIXES = ("module.", "_orig_mod.")  # what DP, DDP and torch.compile put before the names
@@ -27,50 +26,36 @@ def read_tensors(path: Path) -> Any:
     find it.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or holds more than tensors and plain
-            values.
+        CheckpointError: the file is damaged, or holds more than tensors and plain values.
+        OSError: there is no such file.
     """
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 if archive.testzip() is not None:
-                    raise CheckpointError(f"{path} is damaged (checksum)")
+                    raise zipfile.BadZipFile("checksum")
         return torch.load(path, map_location="cpu", weights_only=True)
-    except CheckpointError:
+    except (FileNotFoundError, IsADirectoryError):
         raise
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist") from None
-    except IsADirectoryError:
-        raise CheckpointError(f"{path} is a folder: name a file in it, such as last.pt") from None
-    except pickle.UnpicklingError as error:
-        # torch's own message advises weights_only=False, but that would run code in the file.
-        raise CheckpointError(
-            f"{path} is refused: it is damaged, or holds more than tensors and plain values,"
-            " and such a file can run code when it is loaded"
-        ) from error
     except Exception as error:  # a damaged archive fails in torch, zlib and pickle alike
-        # What torch says of some files ends with the advice to run their code.
-        reason = describe(error).partition(" Please")[0].partition(" Re-running")[0]
-        raise CheckpointError(f"{path} cannot be read ({reason})") from error
+        # Not torch's own message, which advises weights_only=False. That would run the code.
+        raise CheckpointError(
+            f"{path} is damaged, or holds more than tensors and plain values, which can run code"
+            f" when it is loaded ({type(error).__name__})"
+        ) from error
 
 
-def match_weights(own: dict[str, Tensor], given: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Compare two state dicts by name and shape, without copying anything.
+def load_state(model: nn.Module, state: dict[str, Any], path: Path) -> None:
+    """Copy all weights of a checkpoint into the model that it was saved from.
 
-    Returns:
-        The names that fit, and what is wrong with the others.
+    Raises:
+        CheckpointError: a name or a shape differs. PyTorch would say so in several lines.
     """
-    fitting, problems = [], []
-    for name, tensor in own.items():
-        other = given.get(name)
-        if not isinstance(other, Tensor):
-            problems.append(f"{name} is missing")
-        elif other.shape != tensor.shape:
-            theirs, ours = tuple(other.shape), tuple(tensor.shape)
-            problems.append(f"{name} has the shape {theirs}, not {ours}")
-        else:
-            fitting.append(name)
-    return fitting, problems + [f"{name} is not in the model" for name in given if name not in own]
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        problem = str(error).splitlines()[-1].strip()
+        raise CheckpointError(f"{path} does not fit --model: {problem}") from None
 
 
 def load_weights(model: nn.Module, path: str) -> None:
@@ -91,18 +76,23 @@ def load_weights(model: nn.Module, path: str) -> None:
     if not isinstance(content, dict) or not any(isinstance(v, Tensor) for v in content.values()):
         raise CheckpointError(f"{path} holds no state dict (a dict of names to tensors)")
     given = {_strip(str(name)): tensor for name, tensor in content.items()}
-    fitting, problems = match_weights(model.state_dict(), given)
+    own = model.state_dict()
+    fitting = {
+        name: given[name]
+        for name in own
+        if isinstance(given.get(name), Tensor) and given[name].shape == own[name].shape
+    }
     if not fitting:
-        ours, theirs = (", ".join([*names][:2]) for names in (model.state_dict(), given))
+        ours, theirs = (", ".join([*names][:2]) for names in (own, given))
         raise CheckpointError(
             f"nothing in {path} fits the model by name and shape: it has {theirs} ..., the model"
-            f" {ours} ... ({problems[0]})"
+            f" {ours} ..."
         )
-    model.load_state_dict({name: given[name] for name in fitting}, strict=False)
+    model.load_state_dict(fitting, strict=False)
     if distributed.rank() == 0:
         print(f"weights loaded {len(fitting)} tensors of {printable(path)}")
-        for problem in problems:
-            print(f"  skipped: {printable(problem)}")
+        for name in sorted((own | given).keys() - fitting):
+            print(f"  skipped: {printable(name)}")
 
 
 def _strip(name: str) -> str:

@@ -32,7 +32,7 @@ from utils.checkpoint import read_checkpoint
 from utils.config import MAX_THREADS, OneLineParser, number
 from utils.device import Precision, select_devices, setup_device
 from utils.errors import UsageError, UserError, guard, printable
-from utils.weights import match_weights
+from utils.weights import load_state
 
 # The data sets whose images have MNIST's form, with the longer side of what is shown, in pixels.
 BOXES = {"mnist": 20, "synthetic": 20, "fashion-mnist": 28}
@@ -221,10 +221,7 @@ def load(path: Path, device: torch.device) -> Trained:
     if dataset not in data.SOURCES:
         raise InputError(f"{path} was trained on {dataset}: add it to SOURCES, for the images")
     model = models.build_model(name)
-    _, problems = match_weights(model.state_dict(), state["model"])
-    if problems:
-        raise InputError(f"{path} does not fit {name} in models.py: {problems[0]}")
-    model.load_state_dict(state["model"])
+    load_state(model, state["model"], path)
     folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
     told: dict[str, Any] = {}
     for part in ("args.json", "summary.json"):
