@@ -83,8 +83,7 @@ def lock_file(path: Path, timeout: float = 0.0) -> int:
                 break
             except BlockingIOError:
                 waited = time.monotonic() - begin
-                holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
-                holder = ascii(holder)[1:-1] or "another process"
+                holder = os.pread(descriptor, 200, 0).decode() or "another process"
                 if waited >= timeout:
                     raise Locked(holder) from None
                 if waited >= QUIET_SECONDS and not is_reported:

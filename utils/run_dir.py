@@ -46,8 +46,6 @@ def open_run(path: str | None, technique: str, resume: bool) -> RunDir:
         UsageError: the folder holds another run, is in use, or cannot be written.
     """
     launch_id = _torchrun_id()
-    if path and not path.isprintable():  # a newline, a zero byte, or no UTF-8
-        raise UsageError(f"--run-dir {path!r} cannot be printed: take another name")
     folder = Path(path) if path else None
     try:
         folder = folder or _find(technique, resume, launch_id) or _make_new(technique)
@@ -58,8 +56,6 @@ def open_run(path: str | None, technique: str, resume: bool) -> RunDir:
         status = read_status(folder)
     except Locked as holder:
         raise UsageError(f"{folder} is in use by {holder}: take another --run-dir") from None
-    except FileExistsError:
-        raise UsageError(f"--run-dir {folder} is not a folder: take another") from None
     except OSError as error:
         where = folder or ROOT
         raise UsageError(f"--run-dir {where} cannot be written ({error.strerror})") from error

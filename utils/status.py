@@ -8,25 +8,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from utils.errors import UsageError
 from utils.files import write_json
 from utils.progress import Progress
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """Return the content of ``status.json``, or nothing if there is no run.
-
-    Raises:
-        UsageError: the file is damaged.
-    """
+    """Return the content of ``status.json``, or nothing if there is no run."""
     path = folder / "status.json"
-    if not path.exists():
-        return {"state": "unknown"} if (folder / "checkpoints").exists() else {}
-    try:
-        status = json.loads(path.read_bytes())
-        return status | {"state": status["state"]}
-    except (ValueError, TypeError, KeyError):
-        raise UsageError(f"{path} is damaged: delete it, and continue with --resume") from None
+    if path.exists():
+        return json.loads(path.read_bytes())
+    return {"state": "unknown"} if (folder / "checkpoints").exists() else {}
 
 
 class Status:
