@@ -2,7 +2,6 @@
 
 import json
 import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -116,18 +115,13 @@ class Logger:
 
     def _cut_metrics(self) -> None:
         """Keep the complete rows up to the checkpoint that this attempt starts from."""
-        path, kept, step = self.folder / "metrics.jsonl", [], self.progress.global_step
-        if not path.exists():
-            return
-        for line in path.read_bytes().splitlines(keepends=True):
-            # A kill can cut the last line. The last row may belong to an epoch that --max-steps
-            # ended.
-            with suppress(ValueError, TypeError, KeyError):
-                row = json.loads(line)
-                is_last = self.progress.is_finished and row["global_step"] == step
-                if line.endswith(b"\n") and (row["epoch"] <= self.progress.epoch or is_last):
-                    kept.append(line)
-        replace_file(path, b"".join(kept))
+        path = self.folder / "metrics.jsonl"
+        if path.exists():
+            # A kill can cut the last line.
+            rows = [row for row in path.read_bytes().splitlines(True) if row.endswith(b"\n")]
+            last = self.progress.global_step
+            kept = [row for row in rows if json.loads(row)["global_step"] <= last]
+            replace_file(path, b"".join(kept))
 
     def _scalars(self, values: dict[str, float | None]) -> None:
         if not self.tensorboard:
