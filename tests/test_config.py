@@ -22,19 +22,18 @@ single | --max-steps 1e3              | '1e3' is not a whole number
 single | --lr nan                     | 'nan' is not a number
 single | --momentum 1                 | '1' is not a number
 single | --label-smoothing 1          | '1' is not a number
-single | --devices zero               | is not a list of device ids
-single | --devices 0,0                | one id twice
-single | --devices -1                 | negative id
+single | --devices zero               | is not a list of different device ids
+single | --devices 0,0                | is not a list of different device ids
 single | --devices 0,1                | uses one device
 single | --device cpu --devices 0     | cannot go with --device cpu
-single | --threads 1000000            | at most 4096
+single | --threads 1000000            | from 1 to 4096
 single | --seed 4294967296            | is not a whole number
 single | --resume --init-weights a.pt | drop --init-weights
 single | --init-weights ''            | is a variable not set?
 single | --data-on-device --num-workers 2 | drop --num-workers
 single | --batch 96                   | unrecognized arguments
 single | --replicas 2                 | unrecognized arguments
-dp     | --replicas 9007199254740992  | at most 256
+dp     | --replicas 9007199254740992  | from 1 to 256
 dp     | --compile                    | no effect on DataParallel
 ddp    | --timeout 1e10               | '1e10' is not a number
 ddp    | --rank 0                     | --world-size go together
@@ -61,7 +60,7 @@ def test_bad_flags_are_one_line_and_status_2(technique, flags, message, capsys):
 
 STARTS = [
     ("train_single.py", "--lr nan", 2, "not a number"),
-    ("train_single.py", "--init-weights nowhere.pt", 1, "does not exist"),
+    ("train_single.py", "--init-weights nowhere.pt", 1, "nowhere.pt: No such file"),
     ("train_single.py", "--batch-size 60001", 2, "larger than the training set"),
     ("train_single.py", "--run-dir /proc/run", 2, "cannot be written"),
     ("train_dp.py", "--output-device 0", 2, "drop it"),

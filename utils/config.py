@@ -16,6 +16,7 @@ from utils.optim import RULES
 DEFAULT_BATCH_SIZE = 96
 MAX_SECONDS = 1e7  # four months. PyTorch counts milliseconds, and has no room for more
 PATH = os.path.expanduser  # a shell leaves the ~ of --run-dir=~/x
+SMALL = 1e-12  # in place of 0, which makes no sense
 LARGE = 2**53  # beyond which a float does not hold every whole number
 MAX_THREADS = 4096  # far beyond which OpenMP crashes
 
@@ -30,43 +31,32 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {errors.printable(message)} (--help lists the flags)\n")
 
 
-def number(
-    kind: Callable[[str], Any], low: float = 0, high: float = LARGE, ends: str = "[]"
-) -> Callable[[str], Any]:
-    """Return an argparse type: a number from ``low`` to ``high``. A round end is excluded."""
-    above, below = ({"[": "at least", "(": "above", "]": "at most", ")": "below"}[e] for e in ends)
-    bounds = f"{above} {low} and {below} {high:.12g}"
+def number(kind: Callable[[str], Any], low: float = 0, high: float = LARGE) -> Callable[[str], Any]:
+    """Return an argparse type: a number from ``low`` to ``high``, both included."""
     name = "a whole number" if kind is int else "a number"
 
     def parse(text: str) -> Any:
         with suppress(ValueError):
-            value = kind(text)
-            is_inside = low < value < high
-            if is_inside or (ends[0] == "[" and value == low) or (ends[1] == "]" and value == high):
+            if low <= (value := kind(text)) <= high:
                 return value
-        raise argparse.ArgumentTypeError(f"{text[:50]!r} is not {name} {bounds}")
+        raise argparse.ArgumentTypeError(f"{text[:50]!r} is not {name} from {low} to {high:.12g}")
 
     return parse
 
 
 def device_ids(text: str) -> list[int]:
-    """Parse ``0,3`` into distinct logical device ids."""
-    try:
-        ids = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a list of device ids such as 0,3"
-        ) from None
-    if min(ids) < 0 or len(set(ids)) < len(ids):
-        raise argparse.ArgumentTypeError(f"{text!r} has a negative id, or one id twice")
-    return ids
+    """Parse ``0,3`` into different logical device ids."""
+    parts = text.split(",")
+    if all(map(str.isdecimal, parts)) and len(set(parts)) == len(parts):
+        return [int(part) for part in parts]
+    raise argparse.ArgumentTypeError(f"{text!r} is not a list of different device ids such as 0,3")
 
 
 COUNT, SIZE = number(int), number(int, low=1)
-NON_NEGATIVE, POSITIVE = number(float), number(float, ends="()")
-FRACTION = number(float, high=1, ends="[)")
+NON_NEGATIVE, POSITIVE = number(float), number(float, low=SMALL)
+FRACTION = number(float, high=0.9999)
 RANKS = number(int, low=1, high=2**20)
-SECONDS = number(float, high=MAX_SECONDS, ends="()")
+SECONDS = number(float, low=SMALL, high=MAX_SECONDS)
 
 
 def build_parser(technique: str, description: str | None) -> argparse.ArgumentParser:
