@@ -5,10 +5,8 @@ import json
 import sys
 
 import pytest
-import torch
 
 from tests.processes import ROOT, run, script
-from utils import profiler
 
 sys.path.insert(0, str(ROOT / "scripts" / "tools"))
 
@@ -211,15 +209,6 @@ def test_a_profile_changes_no_weights_and_short_epochs_say_so(synthetic_dir, tmp
     more = ["--resume", "--profile", "--epochs", 4, "--max-steps", 25]
     result = run(*script("train_single.py", *flags, tmp_path / "with", *more))
     assert "profile: too few steps, it takes 8 or more" in result.stdout, result.text
-
-
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
-    (tmp_path / "profile").write_text("a file in the place of the folder")
-    subject = profiler.StepProfiler(tmp_path, torch.device("cpu"), 0)
-    for _ in range(profiler.LAST_STEP):
-        subject.step()
-    [line] = subject.finish().splitlines()
-    assert "could not be written" in line
 
 
 @pytest.mark.parametrize(

@@ -38,12 +38,9 @@ class StepProfiler:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it takes a missing GPU for an error
         self.profile = profile(
             activities=activities,
+            # It waits for 5 steps, warms up for 2 and records 10, once.
             schedule=schedule(
-                skip_first=WARMUP_STEPS,
-                wait=0,
-                warmup=SETTLING_STEPS,
-                active=PROFILED_STEPS,
-                repeat=1,
+                wait=WARMUP_STEPS, warmup=SETTLING_STEPS, active=PROFILED_STEPS, repeat=1
             ),
             on_trace_ready=self._export,
             # Without it the profiler follows this thread alone, and DP's replicas have their own.
@@ -65,16 +62,11 @@ class StepProfiler:
         return self.report
 
     def _export(self, recorded: profile) -> None:
-        path = self.run_dir / "profile" / f"rank{self.rank}.json.gz"
-        steps = min(recorded.step_num, LAST_STEP) - FIRST_STEP + 1
-        if steps < 1:
-            return
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            recorded.export_chrome_trace(str(path))
+        folder, steps = self.run_dir / "profile", min(recorded.step_num, LAST_STEP) - FIRST_STEP + 1
+        if steps > 0:
+            folder.mkdir(exist_ok=True)
+            recorded.export_chrome_trace(str(folder / f"rank{self.rank}.json.gz"))
             self.report = (
-                f"profile of {steps} steps in {path.parent}; where the time went:"
+                f"profile of {steps} steps in {folder}; where the time went:"
                 f" python scripts/tools/trace.py {self.run_dir}"
             )
-        except (OSError, ValueError) as error:
-            self.report = f"profile: {path} could not be written ({error})"
