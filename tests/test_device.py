@@ -7,7 +7,7 @@ import torch
 
 from tests.processes import ROOT, command, flags, run, succeed
 from utils import device
-from utils.device import Precision, setup_device
+from utils.device import setup_device
 
 CPU = torch.device("cpu")
 
@@ -64,12 +64,6 @@ def test_what_an_optimizer_imports_is_imported_without_looking_for_garbage():
     assert (late[0], late[3]) == ("False", "True")
     assert (early[0], early[2:]) == ("True", ["True", "True"])
     assert early[1] == late[1], "collections of the oldest generation"
-
-
-@pytest.mark.parametrize(("amp", "lines"), [("fp16", 1), ("bf16", 0)])
-def test_fp16_on_a_cpu_is_warned_of(amp, lines, capsys):
-    Precision(CPU, amp)
-    assert capsys.readouterr().err.count("fp16 on a CPU is several times slower") == lines
 
 
 UNSET = ("-u", "GOMP_SPINCOUNT", "-u", "OMP_WAIT_POLICY")

@@ -146,9 +146,6 @@ class Precision:
     def __init__(self, device: torch.device, amp: str) -> None:
         self.dtype = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[amp]
         self.device_type = device.type
-        if (device.type, amp) == ("cpu", "fp16"):
-            warning = "fp16 on a CPU is several times slower than float32: try --amp bf16"
-            print(f"warning: {warning}", file=sys.stderr)
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:

@@ -70,10 +70,11 @@ def choose_backend(backend: str, device: torch.device) -> str:
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
     built = [name for name in ("nccl", "gloo", "mpi") if dist.is_backend_available(name)]
-    if backend not in built:
-        raise UsageError(f"--backend {backend}: this torch was built with {' and '.join(built)}")
-    if backend == "nccl" and device.type != "cuda":
-        raise UsageError(f"--backend nccl needs CUDA devices, not {device.type}: use gloo")
+    if backend not in built or (backend == "nccl" and device.type != "cuda"):
+        raise UsageError(
+            f"--backend {backend}: this torch was built with {' and '.join(built)}, and nccl needs"
+            " CUDA devices"
+        )
     return backend
 
 

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import torch
 
-MAX_TEXT = 2000  # characters of a message
-
 
 class UserError(Exception):
     """An error whose message is for the user. Any other exception is a bug, with its traceback.
@@ -39,12 +37,7 @@ class UsageError(UserError):
 
 
 def printable(text: str) -> str:
-    """Return a text as one line, in which control characters are escaped.
-
-    The middle of a long text is left out, since what to do stands at the end.
-    """
-    if len(text) > MAX_TEXT:
-        text = f"{text[: MAX_TEXT // 2]} ... {text[-MAX_TEXT // 2 :]}"
+    """Return a text as one line, in which control characters are escaped."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
