@@ -215,7 +215,7 @@ def test_a_folder_that_becomes_read_only(synthetic_dir, tmp_path):
     finally:
         process.kill()
         run("umount", folder / "checkpoints")
-    assert "Read-only file system; the checkpoint before is whole" in said
+    assert "Read-only file system; earlier checkpoints are whole" in said
     assert status(folder)["state"] == "failed"
     assert "cannot be written (Read-only file system)" in error_line(refused)
     succeed(run(*words[:-1], status(folder)["global_step"] + 9, "--resume"))

@@ -42,8 +42,8 @@ class Checkpointer:
         """Write ``last.pt`` on rank 0. The checkpoint before stays as ``previous.pt``.
 
         Raises:
-            CheckpointError: a number is not finite, the disk is full, there is no permission... The
-                checkpoint before is whole.
+            CheckpointError: a number is not finite, the disk is full, there is no permission... Earlier
+                checkpoints are whole.
         """
         # By name, since the order of the parameters may change.
         names = [name for name, _ in self.model.named_parameters()]
@@ -59,8 +59,8 @@ class Checkpointer:
         # Checked on every rank, so that all of them end here.
         if not _is_finite(state):
             not_finite = CheckpointError(
-                f"weights or losses are not finite at step {progress.global_step}: nothing saved."
-                " Continue from the last checkpoint with a lower --lr or --max-grad-norm"
+                f"weights or losses are not finite at step {progress.global_step}, which is not"
+                " saved: choose a lower --lr or --max-grad-norm"
             )
             not_finite.reported_elsewhere = distributed.rank() != 0
             raise not_finite
@@ -75,8 +75,8 @@ class Checkpointer:
         except OSError as error:
             advice = "make room and " if error.errno in DISK else ""
             raise CheckpointError(
-                f"cannot save {error.filename2 or error.filename or last}: {error.strerror}; the"
-                f" checkpoint before is whole: {advice}continue with --resume"
+                f"cannot save {error.filename2 or error.filename or last}: {error.strerror};"
+                f" earlier checkpoints are whole: {advice}continue with --resume"
             ) from error
 
     def restore(self, progress: Progress) -> None:

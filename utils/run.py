@@ -204,8 +204,8 @@ class Run:
         """
         progress, train = self.progress, self.metrics.sum_over_ranks()
         test = test.sum_over_ranks()
-        self._check_finite(train, "in training", reported_elsewhere=not self.is_main)
-        self._check_finite(test, "on the test set", reported_elsewhere=not self.is_main)
+        self._check_finite(train, "in training")
+        self._check_finite(test, "on the test set")
         row = {
             "epoch": progress.epoch + 1,
             "images": progress.samples_seen,
@@ -287,14 +287,14 @@ class Run:
             f" {summary['total_seconds']:.1f} s\nsummary in {self.folder}/summary.json"
         )
 
-    def _check_finite(self, metrics: Metrics, where: str, reported_elsewhere: bool = False) -> None:
+    def _check_finite(self, metrics: Metrics, where: str) -> None:
         if metrics.count and not math.isfinite(metrics.loss):
             error = NonFiniteLoss(
-                f"the loss is {metrics.loss} at step {self.progress.global_step} {where}: continue"
-                " from the last checkpoint with a lower --lr, a longer --warmup-epochs or"
-                " --max-grad-norm"
+                f"the loss is {metrics.loss} at step {self.progress.global_step} {where}, which is"
+                " not saved: choose a lower --lr, a longer --warmup-epochs or --max-grad-norm"
             )
-            error.reported_elsewhere = reported_elsewhere
+            # If this rank alone diverged, rank 0 loses it, and names it with this reason.
+            error.reported_elsewhere = not self.is_main
             raise error
 
     def _interrupted(self) -> None:
