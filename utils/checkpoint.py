@@ -42,8 +42,8 @@ class Checkpointer:
         """Write ``last.pt`` on rank 0. The checkpoint before stays as ``previous.pt``.
 
         Raises:
-            CheckpointError: a number is not finite, the disk is full, there is no permission... Earlier
-                checkpoints are whole.
+            CheckpointError: a number is not finite, the disk is full, there is no permission...
+                Earlier checkpoints are whole.
         """
         # By name, since the order of the parameters may change.
         names = [name for name, _ in self.model.named_parameters()]

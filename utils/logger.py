@@ -119,8 +119,9 @@ class Logger:
         if path.exists():
             # A kill can cut the last line.
             rows = [row for row in path.read_bytes().splitlines(True) if row.endswith(b"\n")]
-            last = self.progress.global_step
-            kept = [row for row in rows if json.loads(row)["global_step"] <= last]
+            # The row of an epoch that --max-steps ended counts only while the run ends there.
+            last = self.progress.epoch + self.progress.is_finished
+            kept = [row for row in rows if json.loads(row)["epoch"] <= last]
             replace_file(path, b"".join(kept))
 
     def _scalars(self, values: dict[str, float | None]) -> None:
