@@ -14,11 +14,8 @@ import os
 import platform
 import resource
 import socket
-import statistics
-import subprocess
 import sys
 import threading
-import time
 import zlib
 from contextlib import suppress
 from datetime import timedelta
@@ -33,16 +30,14 @@ import torch.distributed as dist
 from collectives import largest, time_all_reduce
 
 import data
-from utils import config, distributed, signals
+from utils import config, distributed, output, signals
 from utils.cluster.launch import Job, launch
 from utils.cluster.meeting import host_identity
 from utils.device import select_devices, setup_device, usable_cores
 from utils.errors import describe
 
-SLOW_FACTOR = 1.5  # times the median
 SIZES = (4, 2**10, 2**20, 2**24)  # bytes to all-reduce
 OK, WARNING, FAILURE = "ok", "warning", "failure"
-OTHERS_MIB = 100  # of a GPU's memory in use, above which there is a warning
 SHM_MIB = 512  # a container has 64 by default
 OPEN_FILES = 1024  # what most systems give
 Facts = list[dict[str, Any]]  # of all ranks, in their order
@@ -64,48 +59,21 @@ def judge(check: str, problems: list[str], found: str, fix: str, state: str = WA
 
 
 def facts_of_host() -> dict[str, Any]:
-    """Return MiB free in /dev/shm, and what ``ulimit`` allows (None means any number)."""
-    facts: dict[str, Any] = {"shm": None}
-    with suppress(OSError):  # not on every system
-        status = os.statvfs("/dev/shm")
-        facts["shm"] = status.f_bavail * status.f_frsize // 2**20
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return facts | {"files": None if files == resource.RLIM_INFINITY else files}
+    """Return MiB free in /dev/shm, and the number of files that ``ulimit`` allows."""
+    status = os.statvfs("/dev/shm")
+    free = status.f_bavail * status.f_frsize // 2**20
+    return {"shm": free, "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0]}
 
 
-def ask_driver() -> dict[str, list[str]]:
-    """Return MiB in use, and the driver's version, by the UUID of each GPU.
-
-    The key is the UUID, since nvidia-smi and CUDA number GPUs in different orders. Call this before
-    the job itself takes memory.
-    """
-    query = "--query-gpu=uuid,memory.used,driver_version"
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-    with suppress(OSError, subprocess.SubprocessError):
-        answer = subprocess.check_output(command, text=True, timeout=10, stderr=subprocess.DEVNULL)
-        rows = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines()]
-        return {uuid: rest for uuid, *rest in rows}
-    return {}
-
-
-def facts_of_device(
-    device: torch.device, visible: list[torch.device], gpus: dict[str, list[str]]
-) -> dict[str, Any]:
-    """Return what is known of this rank's device, and of its peer access to other devices."""
-    driver = next((row[1] for row in gpus.values()), "")
+def facts_of_device(device: torch.device, visible: list[torch.device]) -> dict[str, Any]:
+    """Return what is known of this rank's device."""
     if device.type != "cuda":
-        return {"device": device.type, "driver": driver}
+        return {"device": device.type}
     properties = torch.cuda.get_device_properties(device)
-    uuid = f"GPU-{properties.uuid}"
-    used = gpus.get(uuid, ["", ""])[0]
-    others = [other for other in visible if other != device]
     return {
-        "device": f"{device} {properties.name}",
-        "driver": driver,
-        "uuid": uuid,
-        "visible": len(visible),
-        "used": int(used) if used.isdecimal() else 0,  # "[N/A]"
-        "far": [str(o) for o in others if not torch.cuda.can_device_access_peer(device, o)],
+        "device": f"{device} {properties.name} (one of {len(visible)} visible)",
+        "uuid": str(properties.uuid),
+        "memory": [size // 2**20 for size in torch.cuda.mem_get_info(device)],
     }
 
 
@@ -114,10 +82,9 @@ def check_limits(facts: Facts) -> list[Finding]:
     enough = max(OPEN_FILES, 4 * len(facts))  # rank 0 holds several connections to each rank
 
     def low(name: str, least: int) -> list[str]:
-        found = [fact for fact in facts if fact[name] is not None and fact[name] < least]
-        return [f"{fact[name]} on {fact['name']}" for fact in found]
+        return [f"{fact[name]} on {fact['name']}" for fact in facts if fact[name] < least]
 
-    shm, files = (", ".join(sorted({str(f[n] or "-") for f in facts})) for n in ("shm", "files"))
+    shm, files = (", ".join(sorted({str(f[n]) for f in facts})) for n in ("shm", "files"))
     cure = "--shm-size=1g for a container, in Kubernetes a volume emptyDir with medium: Memory"
     return [
         judge("/dev/shm MiB", low("shm", SHM_MIB), f"{shm} free", cure),
@@ -126,39 +93,25 @@ def check_limits(facts: Facts) -> list[Finding]:
 
 
 def check_gpus(facts: Facts, backend: str) -> list[Finding]:
-    """Return the rows about devices, their memory, peer access and the driver."""
+    """Return the rows about devices and their memory."""
     uuids = [fact.get("uuid", str(rank)) for rank, fact in enumerate(facts)]
     shared = [
         f"rank {rank} shares {fact['device']}"
         for rank, fact in enumerate(facts)
         if uuids.count(uuids[rank]) > 1
     ]
-    devices = {
-        f"{fact['device']} ({fact['uuid'][:12]}, one of {fact['visible']} visible)"
-        if "uuid" in fact
-        else fact["device"]
-        for fact in facts
-    }
+    devices = {fact["device"] for fact in facts}
+    memory = [fact["memory"] for fact in facts if "memory" in fact]
     used = [
-        f"{fact['used']} MiB of {fact['device']} on {fact['name']} in use by other programs"
+        f"{fact['memory'][0]} of {fact['memory'][1]} MiB of {fact['device']} on {fact['name']} free"
         for fact in facts
-        if fact.get("used", 0) > OTHERS_MIB
+        if "memory" in fact and 2 * fact["memory"][0] < fact["memory"][1]
     ]
-    far = [
-        f"none between {fact['device']} and {other} on {fact['name']}"
-        for fact in facts
-        for other in fact.get("far", ())
-    ]
-    drivers = sorted({fact["driver"] for fact in facts})
-    differ = [f"{fact['driver'] or 'none'} on {fact['name']}" for fact in facts]
+    free = f"{min(memory)[0]} MiB or more free" if memory else "no GPU"
     state = FAILURE if backend == "nccl" else WARNING
-    slower = "it is slower without. If the first collective hangs: NCCL_P2P_DISABLE=1"
-    same = "install the same on every host"
     return [
         judge("devices", shared, ", ".join(sorted(devices)), "one process for each GPU", state),
-        judge("GPU memory", used, "free", "see nvidia-smi, or choose others with --devices"),
-        judge("peer access", far, "between all GPUs that a rank sees", slower),
-        judge("driver", differ if len(drivers) > 1 else [], ", ".join(drivers) or "none", same),
+        judge("GPU memory", used, free, "nvidia-smi shows who uses it; --devices names others"),
     ]
 
 
@@ -191,29 +144,15 @@ def facts_of_this_rank(args: argparse.Namespace) -> dict[str, Any]:
     address = ""
     with suppress(OSError):
         address = socket.gethostbyname(socket.gethostname())
-    kept = ("GLOO_", "NCCL_", "TORCH_", "LOCAL_WORLD_SIZE")
     return {
         "host": host_identity(),
         "name": socket.gethostname(),
         "address": address,
         "versions": versions(),
-        "variables": {k: v for k, v in os.environ.items() if k.startswith(kept)},
         "data": facts_of_data(args.dataset, args.data_dir),
         "cores": usable_cores(),
         **facts_of_host(),
     }
-
-
-def seconds_of_work(device: torch.device) -> float:
-    """Return the seconds of a fixed piece of work, the best of five."""
-    matrix, times = torch.full((384, 384), 1 / 384, device=device), []
-    for _ in range(5):
-        begin = time.perf_counter()
-        for _ in range(5):
-            matrix = matrix @ matrix
-        matrix.sum().item()  # waits for a GPU
-        times.append(time.perf_counter() - begin)
-    return min(times)
 
 
 def check_all_reduce(device: torch.device, world_size: int) -> Finding:
@@ -254,12 +193,6 @@ def unreachable_hosts(facts: Facts, rank: int) -> list[str]:
     return found
 
 
-def differing(facts: Facts, key: str) -> list[str]:
-    """Return the names under ``key`` whose values the ranks do not share."""
-    names = sorted({name for fact in facts for name in fact[key]})
-    return [name for name in names if len({fact[key].get(name) for fact in facts}) > 1]
-
-
 def check_data(facts: Facts, where: str) -> Finding:
     absent = [f"no {where} on {fact['name']}" for fact in facts if not fact["data"]]
     if absent:
@@ -282,16 +215,11 @@ def examine(facts: Facts, args: argparse.Namespace, backend: str) -> list[Findin
 
     rendezvous = ", ".join(f"{len(group)} processes on {name}" for name, group in groups)
     installed = ", ".join(" ".join(item) for item in facts[0]["versions"].items())
-    unlike = [
-        f"{name} {' / '.join(sorted({fact['versions'].get(name, '-') for fact in facts}))}"
-        for name in differing(facts, "versions")
-    ]
-    names = [n for n in differing(facts, "variables") if not n.endswith(("IFNAME", "WORLD_SIZE"))]
-    variables = [f"{name} is not the same on all ranks" for name in names]
-    for name, group in groups:
-        told = group[0]["variables"].get("LOCAL_WORLD_SIZE", str(len(group)))
-        if told != str(len(group)):
-            variables.append(f"LOCAL_WORLD_SIZE={told} for {len(group)} processes on {name}")
+    found = {
+        name: sorted({fact["versions"].get(name, "-") for fact in facts})
+        for name in {name for fact in facts for name in fact["versions"]}
+    }
+    unlike = [f"{name} {' / '.join(values)}" for name, values in found.items() if len(values) > 1]
     unreachable = [text for fact in facts for text in fact["unreachable"]]
     address = "in /etc/hosts, give the name the address that others use; or set GLOO_SOCKET_IFNAME"
     chosen = {f"{f['interface'] or 'where the hostname leads'} on {f['name']}" for f in facts}
@@ -301,24 +229,15 @@ def examine(facts: Facts, args: argparse.Namespace, backend: str) -> list[Findin
         for name, group in groups
         if sum(fact["threads"] for fact in group) > group[0]["cores"]
     ]
-    median = statistics.median(fact["work"] for fact in facts)
-    slow = [
-        f"rank {rank} on {fact['name']} takes {fact['work'] / median:.1f} x the median"
-        for rank, fact in enumerate(facts)
-        if fact["work"] > SLOW_FACTOR * median
-    ]
-    even = f"every rank within {SLOW_FACTOR} x the median"
     return [
         Finding("rendezvous", OK, rendezvous),
         judge("versions", unlike, installed, "install the same packages on every host", FAILURE),
-        judge("variables", variables, "consistent", "export them on every host"),
         judge("hostnames", unreachable, "resolve to where the others can reach them", address),
         Finding("interface", OK, f"{backend}: {', '.join(sorted(chosen))}"),
         *check_gpus(facts, backend),
         *check_limits(facts),
         check_data(facts, f"{args.dataset} in {args.data_dir}"),
         judge("threads", crowded, threads, "start fewer processes, or lower --threads"),
-        judge("speed", slow, even, "all wait for it: see what else runs there", WARNING),
     ]
 
 
@@ -327,7 +246,7 @@ def run(args: argparse.Namespace, job: Job) -> int:
     out = os.dup(1)
     if args.json:  # and gloo must not write there (torch 2.9)
         os.dup2(2, 1)
-    own, gpus = facts_of_this_rank(args), ask_driver()
+    own = facts_of_this_rank(args)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     rank, local_rank, world_size = (int(os.environ[name]) for name in names)
     devices = select_devices(args.device, args.devices)
@@ -342,9 +261,8 @@ def run(args: argparse.Namespace, job: Job) -> int:
         timeout=timedelta(seconds=args.timeout),
         device_id=device if backend == "nccl" else None,
     )
-    own |= facts_of_device(device, devices, gpus)
+    own |= facts_of_device(device, devices)
     own |= {"threads": torch.get_num_threads(), "interface": os.environ.get("GLOO_SOCKET_IFNAME")}
-    own["work"] = seconds_of_work(device)
     facts: Facts = [{}] * world_size
     dist.all_gather_object(facts, own)
     own["unreachable"] = unreachable_hosts(facts, rank)
@@ -352,25 +270,24 @@ def run(args: argparse.Namespace, job: Job) -> int:
     rows = [check_all_reduce(device, world_size)]
     if rank == 0:
         rows = [*examine(facts, args, backend), *rows]
-        report(rows, out if args.json else None)
+        if args.json:
+            os.write(out, json.dumps([row._asdict() for row in rows], indent=2).encode())
+        for row in [] if args.json else rows:
+            fix = f"\n{'':23}-> {row.fix}" if row.fix else ""
+            print(f"{row.check:<12}  {row.state:<7}  {row.found}{fix}", flush=True)
     return largest(int(any(row.state == FAILURE for row in rows)))
 
 
-def report(rows: list[Finding], json_file: int | None) -> None:
-    if json_file is not None:
-        os.write(json_file, json.dumps([row._asdict() for row in rows], indent=2).encode())
-        return
-    for row in rows:
-        fix = f"\n{'':23}-> {row.fix}" if row.fix and row.state != OK else ""
-        print(f"{row.check:<12}  {row.state:<7}  {row.found}{fix}", flush=True)
-
-
 def main() -> int:
+    output.protect()
     signals.install_handlers()
-    flags = [flag for flag in sys.argv[1:] if flag != "--json"]
-    # These are the flags of the run, but with shorter timeouts. A later flag wins.
-    args = config.parse_args("ddp", __doc__, ["--rdzv-timeout=30", "--timeout=30", *flags])
-    args.json = "--json" in sys.argv
+    parser = config.build_parser("ddp", __doc__)  # the flags of the run, but shorter timeouts
+    parser.prog = "doctor.py"
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    parser.set_defaults(technique="ddp", rdzv_timeout=30.0, timeout=30.0)
+    args = parser.parse_args()
+    if problem := config.find_conflict(args):
+        parser.error(problem)
     return launch(run, args)
 
 
