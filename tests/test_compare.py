@@ -30,6 +30,8 @@ def test_runs_that_are_alike_have_a_speed_up(tmp_path):
     assert "1.50 x" in told
     assert "No GPU took part: a device is a core of the CPU." in told
     assert "of 96 images each" in told
+    line = f"set -o pipefail; {sys.executable} {SCRIPT} {tmp_path}/0 | true"
+    assert succeed(run("bash", "-c", line)).stderr == "", "nobody reads its output"
 
 
 @pytest.mark.parametrize(("name", "value"), [("model", "mlp"), ("global_step", 20)])

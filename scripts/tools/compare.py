@@ -10,8 +10,13 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from utils import output
 
 NAMES = ("technique", "devices", "threads", "accuracy", "images/s", "speed-up", "seconds", "memory")
 # Speed and accuracy are compared between runs in which these are the same.
@@ -115,7 +120,15 @@ def build_row(summary: dict[str, Any], baseline: dict[str, Any], is_alike: bool)
     ]
 
 
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Align the cells of ``rows`` as text: the first column left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
 def main() -> int:
+    output.protect()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("runs", nargs="*", help="run directories")
     parser.add_argument("--usage-of", type=int, metavar="PID", help=argparse.SUPPRESS)
@@ -129,12 +142,7 @@ def main() -> int:
     summaries = [read_summary(folder) for folder in args.runs]
     differences = find_differences(summaries)
     rows = [NAMES, *(build_row(s, summaries[0], not differences) for s in summaries)]
-    widths = [max(len(cells[i]) for cells in rows) for i in range(len(NAMES))]
-    print()
-    for cells in rows:
-        left = cells[0].ljust(widths[0])
-        print("  ".join([left, *(c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True))]))
-    print(f"\n{describe_devices(summaries)}")
+    print(f"\n{table(rows)}\n\n{describe_devices(summaries)}")
     if args.since:
         print(describe_others(args.since, read_usage(args.usage_of)))
     if differences:
