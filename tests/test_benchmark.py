@@ -1,28 +1,24 @@
-"""The measuring tools: what they start, count and write, mostly on runs that only pretend."""
+"""The measuring tools: what they start, count and write, on runs that only pretend.
+
+test_commands.py runs the same tools for real.
+"""
 
 import itertools
 import json
-import os
-import signal
-import sys
-import time
 from pathlib import Path
 
-import pytest
-import torch
-
-from tests.processes import ROOT, finish, run, start
-
-sys.path.insert(0, str(ROOT / "scripts" / "tools"))
-
 import benchmark
+import pytest
 import scaling
+import sweep
+import torch
 import trial
 
-TOOLS = ROOT / "scripts" / "tools"
+from tests.processes import Finished, succeed
+
 # Ends at once with a speed that its flags determine, so that ratios are known beforehand.
 PRETENDER = """
-import json, os, pathlib, sys, time
+import json, os, pathlib, signal, sys, time
 sys.stderr.write("chatter\\n")
 flags = dict(zip(sys.argv, sys.argv[1:]))
 name = pathlib.Path(sys.argv[0]).stem.removeprefix("train_")
@@ -31,7 +27,10 @@ with open(os.environ["PRETEND_LOG"], "a") as log:
     log.write(json.dumps(sys.argv) + "\\n")
 if (name, flags["--model"]) == ("dp", "linear"):
     sys.exit("train_dp.py: error: no DataParallel today")
-if flags["--batch-size"] == "500":
+if (name, flags["--batch-size"]) == ("ddp", "500"):
+    time.sleep(0.5)  # the parent has to know this process, to end it
+    if flags["--model"] == "mlp":
+        os.kill(os.getppid(), signal.SIGTERM)
     time.sleep(60)
 if flags.get("--lr") == "1e9":
     sys.exit("train_single.py: error: the loss is nan at step 3 on rank 0")
@@ -43,47 +42,46 @@ summary = {"train_images_per_second": speed, "test_accuracy": accuracy}
 summary |= {"peak_memory_bytes": [2**20], "train_seconds": 0.5}
 (folder / "summary.json").write_text(json.dumps(summary))
 """
-DRIVER = "import sys; sys.path.insert(0, {tools!r}); import trial; from pathlib import Path\n"
-DRIVER += "trial.ROOT = Path(__file__).parent; import {tool}; sys.exit({tool}.main())"
 
 
 class Pretending:
-    """Tools whose runs only pretend."""
+    """Tools whose runs only pretend, called in this process."""
 
-    def __init__(self, folder, data_dir):
-        self.folder, self.log = folder, folder / "log"
+    def __init__(self, folder, data_dir, capsys):
+        self.folder, self.capsys = folder, capsys
         self.where = ["--dataset", "synthetic", "--data-dir", data_dir, "--device", "cpu"]
         for name in trial.SCRIPTS.values():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(PRETENDER)
 
-    def command(self, tool, *flags):
-        driver = self.folder / f"{tool}_driver.py"
-        driver.write_text(DRIVER.format(tools=str(TOOLS), tool=tool))
-        more = ["--output", self.folder] if tool == "benchmark" else []
-        return [sys.executable, driver, *self.where, *more, *flags]
-
     def run(self, tool, *flags):
-        return run(*self.command(tool, *flags), PRETEND_LOG=str(self.log), timeout=120)
+        more = ["--output", self.folder] if tool is benchmark else []
+        args = tool.parse_args([str(word) for word in [*self.where, *more, *flags]])
+        return Finished(trial.start(tool.run, args), *self.capsys.readouterr(), 0.0)
 
     def started(self):
-        return [json.loads(line) for line in self.log.read_text().splitlines()]
+        return [json.loads(line) for line in (self.folder / "log").read_text().splitlines()]
 
     def rows(self):
-        return json.loads((self.folder / "benchmark.json").read_text())["rows"]
+        tables = json.loads((self.folder / "benchmark.json").read_text())["tables"]
+        return [row for rows in tables.values() for row in rows]
 
 
 @pytest.fixture
-def pretend(tmp_path, synthetic_dir):
-    return Pretending(tmp_path, synthetic_dir)
+def pretend(tmp_path, synthetic_dir, monkeypatch, capsys):
+    monkeypatch.setattr(trial, "ROOT", tmp_path)
+    monkeypatch.setenv("PRETEND_LOG", str(tmp_path / "log"))
+    return Pretending(tmp_path, synthetic_dir, capsys)
+
+
+TWO = ["--counts", 2, "--rounds", 2]
+STRONG = ["--batch-sizes", "", *TWO]
 
 
 def test_a_core_is_a_device_and_the_rest_is_equal(pretend):
-    flags = ["--counts", 2, "--rounds", 2, "--num-workers", 1, "--steps", 30]
-    ended = pretend.run("benchmark", *flags, "--", "--amp", "bf16")
-    assert ended.returncode == 0, ended.text
-    runs = pretend.started()
-    for argv in runs:
+    flags = ["--global-batch-sizes", 64, "--batch-sizes", 256, "--num-workers", 1, "--steps", 30]
+    ended = succeed(pretend.run(benchmark, *flags, *TWO, "--", "--amp", "bf16"))
+    for argv in pretend.started():
         flags = dict(itertools.pairwise(argv))
         processes = int(flags.get("--nprocs", 1))
         devices = max(processes, int(flags.get("--replicas", 1)))
@@ -91,20 +89,8 @@ def test_a_core_is_a_device_and_the_rest_is_equal(pretend):
         assert int(flags["--num-workers"]) * processes == devices
         if devices > 1:
             assert int(flags["--threads"]) * processes == devices
-    rows = pretend.rows()
-    keys = ("technique", "devices", "threads", "batch_size")
-    assert [tuple(row[key] for key in keys) for row in rows if row["size"] == 512] == [
-        *(("single", 1, 1, 512), ("bare", 1, 1, 512)),
-        *((technique, 2, 2, 256) for technique in ("dp", "ddp", "limit")),
-        ("single", 1, 2, 512),
-    ]
-    assert [row["batch_size"] for row in rows if row["scaling"] == "weak"] == [256] * 5 + [512]
-
-
-def test_numbers_of_the_table(pretend):
-    sizes = ["--global-batch-sizes", 64, "--batch-sizes", "", "--rounds", 2, "--counts", 2]
-    ended = pretend.run("benchmark", *sizes)
-    assert ended.returncode == 0, ended.text
+    sizes = [row["batch_size"] for row in pretend.rows()]
+    assert sizes == [64, 64, 32, 32, 32, 64, *[256] * 5, 512]
     lines = [" ".join(line.split()) for line in ended.stdout.splitlines()]
     assert lines[2:8] == [
         "single 1 1 x 1 500 500-500 1.00 1.00 1",
@@ -116,38 +102,30 @@ def test_numbers_of_the_table(pretend):
     ]
     told = "2 devices: DDP is 1.50 x as fast as DP (1.50-1.50);"
     assert lines[8] == f"{told} one process on the same cores is faster"
-    names = [Path(argv[0]).stem for argv in pretend.started()][1:15]
-    assert names[:7] == names[:6:-1], "the second round goes backwards"
+    names = [Path(argv[0]).stem for argv in pretend.started()][1:]
+    assert names[: len(names) // 2] == names[: len(names) // 2 - 1 : -1], (
+        "the second goes backwards"
+    )
     assert (pretend.folder / "benchmark.txt").read_text() in ended.stdout
 
 
 def test_a_failing_setting_does_not_lose_the_others(pretend):
-    sizes = ["--global-batch-sizes", "64,1000", "--batch-sizes", "", "--rounds", 2, "--counts", 2]
-    ended = pretend.run("benchmark", *sizes, "--models", "linear", "--time-limit", 3)
+    sizes = ["--global-batch-sizes", "64,1000", *STRONG]
+    ended = pretend.run(benchmark, *sizes, "--models", "linear", "--time-limit", 3)
     assert ended.returncode == 1
     failures = [line for line in ended.stderr.splitlines() if line.startswith("benchmark.py:")]
-    assert len(failures) == 4, "once each, not in each round"
+    assert len(failures) == 3, "once each, not in each round"
     assert "dp linear 2 x 32, 2 threads: exit status 1: train_dp.py: error: no Data" in ended.stderr
     assert "ddp linear 2 x 500, 2 threads: still running after 3 s" in ended.stderr
     failed = [(row["technique"], row["size"]) for row in pretend.rows() if row["failure"]]
-    assert failed == [("dp", 64), ("dp", 1000), ("ddp", 1000), ("limit", 1000)]
+    assert failed == [("dp", 64), ("dp", 1000), ("ddp", 1000)]
     assert "failed" in ended.stdout
 
 
 def test_interrupted_it_writes_what_it_has(pretend):
-    sizes = ["--global-batch-sizes", "64,1000", "--batch-sizes", "", "--counts", 2]
-    command = pretend.command("benchmark", *sizes)
-    process = start(*command, PRETEND_LOG=str(pretend.log))
-    deadline = time.monotonic() + 60
-    while not (pretend.log.exists() and '"500"' in pretend.log.read_text()):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.05)
-    time.sleep(1.0)  # a child may run before its parent knows of it
-    os.kill(process.pid, signal.SIGINT)
-    ended = finish(process, timeout=60)
+    sizes = ["--global-batch-sizes", "64,1000", *STRONG]
+    ended = pretend.run(benchmark, *sizes, "--models", "mlp")  # of which a run sends SIGTERM
     assert ended.returncode == 130, ended.text
-    assert "Traceback" not in ended.text
     assert [bool(row["images_per_second"]) for row in pretend.rows()][:6] == [True] * 6
 
 
@@ -171,29 +149,25 @@ def test_on_gpus_devices_are_named(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("tool", "flags", "words"),
     [
-        (["--global-batch-sizes", "65"], "--global-batch-sizes 65 cannot be shared out among 2"),
-        (["--models", "lenet"], "'lenet' is none of convnet"),
-        (["--device", "xpu"], "this machine (with this torch) offers"),
+        (benchmark, ["--global-batch-sizes", "65"], "65 cannot be shared out among 2 devices"),
+        (benchmark, ["--models", "lenet"], "'lenet' is none of convnet"),
+        (benchmark, ["--device", "xpu"], "this machine (with this torch) offers"),
+        (scaling, ["--bandwidth", "1"], "give both, or none"),
+        (sweep, ["--batch-sizes", "95"], "--batch-sizes 95 is odd"),
+        *((tool, ["--", "--run-dir", "x"], "--run-dir after --") for tool in (benchmark, scaling)),
+        (benchmark, ["--", "--threads=2"], "--threads=2 after -- is set by the tool itself"),
+        (sweep, ["--", "--seed", "1"], "--seed after -- is set by the tool itself"),
     ],
 )
-def test_wrong_arguments_are_one_line(flags, words, capsys):
+def test_wrong_arguments_are_one_line(tool, flags, words, capsys):
     with pytest.raises(SystemExit) as ended:
-        benchmark.parse_args(["--counts", "2", *flags])
+        tool.parse_args(["--counts", "2", *flags] if tool is benchmark else flags)
     assert ended.value.code == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("benchmark.py: error: ")
+    assert line.startswith(f"{tool.__name__}.py: error: ")
     assert words in line
-
-
-@pytest.mark.parametrize("tool", ["benchmark", "sweep", "scaling"])
-def test_what_the_tool_sets_itself_is_refused_after_the_dashes(tool, pretend):
-    ended = pretend.run(tool, "--", "--dataset", "shapes")
-    assert ended.returncode == 2, ended.text
-    assert "error: --dataset after -- is set by the tool itself" in ended.stderr
-    assert len(ended.stderr.splitlines()) == 1
-    assert not pretend.log.exists(), "before anything runs"
 
 
 def test_overlapping_ranges_are_no_difference_seen():
@@ -205,9 +179,8 @@ def test_overlapping_ranges_are_no_difference_seen():
 
 def test_a_sweep_stops_at_the_goal(pretend):
     flags = ["--epochs", "1,0.25,0.5", "--goal", 99, "--techniques", "single,ddp"]
-    flags += ["--output", pretend.folder / "sweep.json", "--chart", pretend.folder / "sweep.png"]
-    ended = pretend.run("sweep", *flags, "--", "--model", "mlp")
-    assert ended.returncode == 0, ended.text
+    flags += ["--chart", pretend.folder / "sweep.png"]
+    ended = succeed(pretend.run(sweep, *flags, "--", "--model", "mlp"))
     rows = [line.split() for line in ended.stdout.splitlines()[2:6]]
     assert [row[:5] for row in rows] == [
         [technique, "96", *row]
@@ -219,10 +192,8 @@ def test_a_sweep_stops_at_the_goal(pretend):
     assert [taken["--seed"] for taken in runs] == [*"012012" * 2]
     assert {taken["--batch-size"] for taken in runs} == {"96", "48"}
     assert (pretend.folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    assert len(json.loads((pretend.folder / "sweep.json").read_text())["runs"]) == 12
     flags = ["--epochs", 1, "--techniques", "single", "--seeds", 0, "--", "--model", "mlp"]
-    diverged = pretend.run("sweep", *flags, "--lr", "1e9")
-    assert "10.000" in diverged.stdout, diverged.text
+    assert "10.000" in pretend.run(sweep, *flags, "--lr", "1e9").stdout, "it diverged"
 
 
 def test_scaling_by_hand():
@@ -238,31 +209,10 @@ def test_scaling_by_hand():
     assert large.ddp(4) == pytest.approx(10 + last), "all but the last of four buckets hide"
 
 
-def test_scaling_on_given_figures():
-    figures = ["--step-ms", 120, "--gradient-mb", 102, "--latency-us", 10, "--bandwidth", 12.5]
-    ended = run(sys.executable, TOOLS / "scaling.py", *figures)
-    assert ended.returncode == 0, ended.text
-    rows = [line.split() for line in ended.stdout.splitlines()[4:]]
+def test_scaling_on_given_figures(capsys):
+    figures = "--step-ms 120 --gradient-mb 102 --latency-us 10 --bandwidth 12.5"
+    assert scaling.run(scaling.parse_args(figures.split())) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[5:]]
     assert [row[0] for row in rows] == [f"{2**i:,}" for i in range(11)]
     assert rows[0][1:] == ["800", "100%", "800", "100%"]
     assert rows[-1][3:] == ["-", "-"], "DP ends with the machine"
-    ended = run(sys.executable, TOOLS / "scaling.py", "--bandwidth", 1)
-    assert (ended.returncode, "give both, or none" in ended.stderr) == (2, True), ended.text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("tool", "flags", "words"),
-    [
-        ("scaling", ["--batch-size", 16], "link measured between two ranks"),
-        ("sweep", ["--epochs", 0.1, "--seeds", 0, "--goal", 30], "reached"),
-        ("benchmark", ["--quick", "--steps", 5, "--models", "linear"], "bare"),
-    ],
-)
-def test_for_real(tool, flags, words, synthetic_dir, tmp_path):
-    where = ["--device", "cpu", "--dataset", "synthetic", "--data-dir", synthetic_dir]
-    where += ["--output", tmp_path] if tool == "benchmark" else []
-    where += ["--model", "linear"] if tool == "scaling" else []
-    ended = run(sys.executable, TOOLS / f"{tool}.py", *where, *flags, timeout=290)
-    assert ended.returncode == 0, ended.text
-    assert words in ended.stdout

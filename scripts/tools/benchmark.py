@@ -1,6 +1,5 @@
 """Measure one device, DP and DDP on this machine: which is faster, and by how much?
 
-    python scripts/tools/benchmark.py
     python scripts/tools/benchmark.py --quick
     python scripts/tools/benchmark.py --models convnet,resnet18 --counts 2,4 -- --amp bf16
 
@@ -16,7 +15,6 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,36 +22,33 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import compare
 import trial
 
 import models
 from utils import config
 from utils.device import usable_cores
-from utils.errors import UsageError, guard
+from utils.errors import UsageError
 from utils.files import write_json
 from utils.throughput import WARMUP_STEPS
 
 CPU_COUNTS = (2, 4, 8)  # by default, if there are as many cores
 LEAST_STEPS = 20  # timed
 QUICK = {"rounds": 1, "seconds": 2.0, "global_batch_sizes": [256], "batch_sizes": []}
+OWN = "--model --batch-size --max-steps --epochs --lr-scaling --threads --num-workers"
 Row = dict[str, Any]
 HEADINGS = ("", "devices", "threads", "images/s", "min-max", "ratio", "effic.", "MB")
 READING = """\
 How to read it:
   strong, weak  the global batch stays the same, or the batch of each device does
-  devices       GPUs. Without a GPU a device is a core
-  single        train_single.py. Without a GPU a last row gives it all the cores:
-                the same machine without data parallelism
-  bare          a loop of PyTorch with no framework around it. Its batches lie ready.
-                It shows what the scripts' comfort costs
-  limit         independent single runs, one on each device, without communication:
-                what DP and DDP could reach at most
+  devices       GPUs, or else cores. Then a last row gives one process all of them
+  bare          a loop of PyTorch alone: what the scripts' comfort costs
+  limit         independent single runs: what DP and DDP could reach at most
   threads       processes x CPU threads
   images/s      of training, over all devices: median and range of the rounds
   ratio         to one device, the first row: median of the rounds
   effic.        the ratio divided by the number of devices, or of cores
-  MB            the most that one process held: on a CPU its resident memory,
-                on a GPU what torch allocated (DP: on the first)
+  MB            the most that one process held, on a GPU what torch allocated
 If two ranges overlap, this run has seen no difference."""
 
 
@@ -76,7 +71,7 @@ class Setting(NamedTuple):
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = trial.build_parser("benchmark.py", __doc__)
+    parser = trial.build_measuring_parser("benchmark.py", __doc__)
     add, sizes = parser.add_argument, trial.list_of(config.SIZE)
     names = trial.list_of(str, list(models.MODELS))
     add("--quick", action="store_true", help="one round of one batch size")
@@ -93,7 +88,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     if "--quick" in argv[: argv.index("--") if "--" in argv else None]:
         parser.set_defaults(**QUICK)
     parser.set_defaults(time_limit=300.0)
-    args = trial.parse_args(parser, argv)
+    args = trial.parse_args(parser, argv, OWN)
     if problem := choose_devices(args):
         parser.error(problem)
     return args
@@ -184,10 +179,13 @@ def run_all(args: argparse.Namespace, found: dict[Setting, Row]) -> None:
                 found[setting]["peak_memory_bytes"] = outcome.memory
 
 
-def build_rows(args: argparse.Namespace, found: dict[Setting, Row]) -> list[Row]:
-    """Return what was found: a row for each setting of each table."""
-    rows = []
+def build_tables(args: argparse.Namespace, found: dict[Setting, Row]) -> dict[str, list[Row]]:
+    """Return the rows of each table, by its title."""
+    tables = {}
     for scaling, size, settings in plan(args):
+        share = "in all" if scaling == "strong" else "on each device"
+        title = f"{scaling} scaling: {settings[0].model}, {size} images a step {share}"
+        rows = tables[title] = list[Row]()
         for setting in settings:
             record = found[setting]
 
@@ -204,7 +202,7 @@ def build_rows(args: argparse.Namespace, found: dict[Setting, Row]) -> list[Row]
             if setting.technique == "ddp":
                 row["to_dp"] = over(setting._replace(technique="dp"))
             rows.append(row)
-    return rows
+    return tables
 
 
 def summarize(values: dict[int, float]) -> Row | None:
@@ -212,24 +210,10 @@ def summarize(values: dict[int, float]) -> Row | None:
     return {**trial.spread(list(values.values())), "rounds": values} if values else None
 
 
-def tables(results: dict[str, Any]) -> Iterator[tuple[str, list[Row]]]:
-    """Yield each table's title and rows."""
-
-    def key(row: Row) -> tuple[str, str, int]:
-        return row["scaling"], row["model"], row["size"]
-
-    for (scaling, model, size), rows in groupby(results["rows"], key):
-        share = "in all" if scaling == "strong" else "on each device"
-        yield f"{scaling} scaling: {model}, {size} images a step {share}", list(rows)
-
-
-def threads_of(row: Row) -> str:
-    return f"{row['processes']} x {row['threads'] // row['processes']}"
-
-
 def cells(row: Row) -> list[str]:
     """Return a row of a table as text, in the order of HEADINGS."""
-    own = [row["technique"], str(row["devices"]), threads_of(row)]
+    threads = f"{row['processes']} x {row['threads'] // row['processes']}"
+    own = [row["technique"], str(row["devices"]), threads]
     speed = row["images_per_second"]
     if not speed:
         return [*own, "failed" if row["failure"] else "-", *["-"] * 4]
@@ -265,32 +249,26 @@ def verdicts(rows: list[Row]) -> Iterator[str]:
 def text(results: dict[str, Any]) -> str:
     """Return all tables for a terminal of 80 columns, with what they depend on."""
     blocks = [
-        "\n".join([title, trial.table([HEADINGS, *map(cells, rows)]), *verdicts(rows)])
-        for title, rows in tables(results)
+        "\n".join([title, compare.table([HEADINGS, *map(cells, rows)]), *verdicts(rows)])
+        for title, rows in results["tables"].items()
     ]
-    origin = f"{results['begin']}, {trial.where(results['machine'])}, data: {results['dataset']}"
-    rounds = f"{results['rounds']} rounds" if results["rounds"] > 1 else "one round"
-    flags = f"; flags: {' '.join(results['flags'])}" if results["flags"] else ""
-    blocks.append(f"{origin}, {rounds}{flags}\n{results['others']}".rstrip())
+    blocks.append(f"{results['about']}; rounds: {results['rounds']}\n{results['others']}".rstrip())
     return "\n\n".join([*blocks, READING])
 
 
-def measure(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Measure, report, and return the exit status."""
     args.train_size = trial.choose_dataset(args)
     devices = args.counts[-1]
     largest = max([*args.global_batch_sizes, *(devices * size for size in args.batch_sizes)])
     if args.train_size // largest <= WARMUP_STEPS:
         raise UsageError(f"a global batch of {largest} leaves an epoch of too few steps to time")
-    begin, machine = time.strftime("%Y-%m-%d %H:%M"), trial.describe_machine()
     describe_others = trial.watch_others()
     found: dict[Setting, Row] = {
         setting: {"speeds": {}, "peak_memory_bytes": [], "failure": ""}
         for _, _, settings in plan(args)
         for setting in settings
     }
-    for setting in found:
-        build_commands(setting, args, 1)  # raises before anything is measured
     folder = args.output or Path("runs", time.strftime("benchmark-%Y%m%d-%H%M%S"))
     folder.mkdir(parents=True, exist_ok=True)  # not after minutes of measuring
     interrupted = False
@@ -299,16 +277,13 @@ def measure(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         interrupted = True
     results = {
-        "begin": begin,
+        "about": trial.describe_table(args),
         "complete": not interrupted,
         "command": shlex.join(["python", "scripts/tools/benchmark.py", *sys.argv[1:]]),
-        "dataset": args.dataset,
-        "device": args.device,
         "rounds": args.rounds,
-        "flags": args.flags,
-        "machine": machine,
+        "machine": trial.describe_machine(),
         "others": describe_others(),
-        "rows": build_rows(args, found),
+        "tables": build_tables(args, found),
     }
     write_json(folder / "benchmark.json", results)
     (folder / "benchmark.txt").write_text(text(results) + "\n")
@@ -316,14 +291,8 @@ def measure(args: argparse.Namespace) -> int:
     if interrupted:
         print("benchmark.py: interrupted: these are the runs that were complete", file=sys.stderr)
         return 130
-    return int(any(row["failure"] for row in results["rows"]))
-
-
-def main() -> int:
-    args = parse_args(sys.argv[1:])
-    trial.raise_on_sigterm()
-    return guard(measure, args)
+    return int(any(record["failure"] for record in found.values()))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(trial.start(run, parse_args(sys.argv[1:])))

@@ -6,7 +6,7 @@
 The figures are the seconds of a step on one device, the bytes of the gradients, and latency and
 bandwidth of the link between two devices. The tool measures the figures that are not given: the
 step by train_single.py, the link by an all-reduce between two ranks. If it measures the step, real
-runs on one and two devices check the prediction. --no-check leaves these runs out.
+runs on one and two devices check the prediction.
 
 The model. A ring all-reduce sends 2(n-1) messages, each of 1/n of the gradients (Thakur et al.
 2005, https://doi.org/10.1177/1094342005051521). DDP hides all but the last of its buckets behind
@@ -21,15 +21,16 @@ import math
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import compare
 import trial
 
 import models
 from utils import config
-from utils.errors import UsageError, guard
+from utils.errors import UsageError
 from utils.throughput import WARMUP_STEPS
 
 DEVICES = [2**i for i in range(11)]
@@ -39,6 +40,7 @@ BUCKET_BYTES = 25 * 2**20  # DDP's default
 BACKWARD_SHARE = 2 / 3
 STEPS = 60  # timed in a real run
 ROUNDS = 3
+OWN = "--model --batch-size --threads --lr-scaling --max-steps --epochs"
 
 
 class Model(NamedTuple):
@@ -75,7 +77,7 @@ class Model(NamedTuple):
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = trial.build_parser("scaling.py", __doc__)
+    parser = trial.build_measuring_parser("scaling.py", __doc__)
     add, least_zero = parser.add_argument, config.NON_NEGATIVE
     add("--model", choices=list(models.MODELS), default="convnet")
     add("--batch-size", type=config.SIZE, default=config.DEFAULT_BATCH_SIZE, help="per device")
@@ -84,8 +86,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--gradient-mb", type=config.POSITIVE, help="size of the gradients (default: the model's)")
     add("--latency-us", type=least_zero, help="latency of a message, microseconds")
     add("--bandwidth", type=config.POSITIVE, help="bandwidth of the link, each way, GB/s")
-    add("--no-check", dest="check", action="store_false", help="make no real runs")
-    args = trial.parse_args(parser, argv)
+    args = trial.parse_args(parser, argv, OWN)
     if (args.latency_us is None) != (args.bandwidth is None):
         parser.error("--latency-us and --bandwidth describe one link: give both, or none")
     return args
@@ -129,23 +130,23 @@ def check(model: Model, args: argparse.Namespace) -> str:
             ends = f"{found['min']:.2f}-{found['max']:.2f}"
             numbers = (f"{1e3 * predicted:.2f}", f"{found['median']:.2f}", ends)
             rows.append((technique, str(devices), *numbers))
-    return trial.table(rows)
+    return compare.table(rows)
 
 
 def curve(model: Model, batch_size: int) -> str:
     """Return images/s and efficiency of DDP and DP by the number of devices."""
-    rows = [("devices", "ddp images/s", "effic.", "dp images/s", "effic.")]
+    rows = [["devices", "ddp images/s", "effic.", "dp images/s", "effic."]]
     for n in DEVICES:
         cells = [f"{n:,}"]
         for step in (model.ddp(n), model.dp(n) if n <= MOST_OF_DP else None):
             speed = f"{n * batch_size / step:,.0f}" if step else "-"
             cells += [speed, f"{model.step / step:.0%}" if step else "-"]
-        rows.append(tuple(cells))  # type: ignore[arg-type]
-    return trial.table(rows)
+        rows.append(cells)
+    return compare.table(rows)
 
 
 def run(args: argparse.Namespace) -> int:
-    told: list[Any] = []
+    told = []
     describe_others = trial.watch_others()
     if args.step_ms is None:
         images = trial.choose_dataset(args)
@@ -162,22 +163,15 @@ def run(args: argparse.Namespace) -> int:
         told.append("link measured between two ranks")
     else:
         link = args.latency_us / 1e6, args.bandwidth * 1e9
-    model = Model(step, gradients, *link)
-    print(f"step {1e3 * step:.2f} ms for {args.batch_size} images", end=", ")
-    print(f"gradients {gradients / 1e6:.2f} MB", end=",\n")
-    print(f"link {1e6 * link[0]:.1f} us, {link[1] / 1e9:.2f} GB/s", end="; ")
-    print(f"{', '.join([*told, time.strftime('%Y-%m-%d')])}\n\n{curve(model, args.batch_size)}")
-    if args.check and args.step_ms is None:
+    model, size = Model(step, gradients, *link), args.batch_size
+    print(f"step {1e3 * step:.2f} ms for {size} images, gradients {gradients / 1e6:.2f} MB,")
+    print(f"link {1e6 * link[0]:.1f} us, {link[1] / 1e9:.2f} GB/s")
+    print(f"{', '.join([*told, time.strftime('%Y-%m-%d')])}\n\n{curve(model, size)}")
+    if args.step_ms is None:
         print(f"\n{check(model, args)}")
         print(describe_others(), file=sys.stderr)
     return 0
 
 
-def main() -> int:
-    args = parse_args(sys.argv[1:])
-    trial.raise_on_sigterm()
-    return guard(run, args)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(trial.start(run, parse_args(sys.argv[1:])))

@@ -2,7 +2,7 @@
 
     python scripts/tools/sweep.py --goal 99
     python scripts/tools/sweep.py --techniques single --epochs 1,5 --batch-sizes 96,384,1536,6144
-    python scripts/tools/sweep.py --epochs 1 --output sweep.json --chart sweep.png -- --amp bf16
+    python scripts/tools/sweep.py --epochs 1 --chart sweep.png -- --amp bf16
 
 For each technique (DP and DDP on two devices) and each global batch it trains the lengths of
 --epochs, upwards, with each seed. With --goal it goes on to the next batch as soon as the mean
@@ -15,7 +15,6 @@ not estimate how well the model does on new images.
 
 import argparse
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,10 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import compare
 import trial
 
 from utils import config
-from utils.errors import guard
-from utils.files import write_json
 
 TECHNIQUES = {"single": 1, "dp": 2, "ddp": 2}  # devices
 EPOCHS = [0.25, 0.3, 0.35, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
@@ -38,7 +36,7 @@ Found = dict[Key, list[float]]  # accuracy, seconds in epochs, seconds of the wh
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = trial.build_parser("sweep.py", __doc__)
+    parser = trial.build_measuring_parser("sweep.py", __doc__)
     add, sizes = parser.add_argument, trial.list_of(config.SIZE)
     names = trial.list_of(str, list(TECHNIQUES))
     add("--techniques", type=names, default=list(TECHNIQUES), help=",".join(TECHNIQUES))
@@ -48,9 +46,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--seeds", type=trial.list_of(config.COUNT), default=[0, 1, 2], help="0,1,2")
     percent = config.number(float, high=100)
     add("--goal", type=percent, help="mean accuracy of the seeds, per cent")
-    add("--output", type=Path, metavar="FILE.json", help="write the results of the runs there")
     add("--chart", type=Path, metavar="FILE", help="draw accuracy against batch (.png, .svg)")
-    args = trial.parse_args(parser, argv)
+    args = trial.parse_args(parser, argv, "--batch-size --epochs --seed")
     args.epochs = sorted(set(args.epochs))
     odd = [size for size in args.batch_sizes if size % 2]
     if odd and args.techniques != ["single"]:
@@ -114,7 +111,7 @@ def table(found: Found, goal: float | None) -> str:
             "reached" if goal and middle >= goal else "",
         )
         rows.append(row)
-    return trial.table(rows)
+    return compare.table(rows)
 
 
 def draw(found: Found, path: Path) -> None:
@@ -140,8 +137,6 @@ def run(args: argparse.Namespace) -> int:
     if args.chart:
         trial.new_figure(1, 1)  # raises before minutes of training
     trial.choose_dataset(args)
-    for technique in args.techniques:  # raises before the runs start
-        build_command((technique, args.batch_sizes[0], 1.0, 0), args)
     found: Found = {}
     describe_others, status = trial.watch_others(), 0
     try:
@@ -153,25 +148,13 @@ def run(args: argparse.Namespace) -> int:
         status = error.exit_status
         print(f"sweep.py: error: {error}; these are the runs before it", file=sys.stderr)
     if found:
-        where = trial.where(trial.describe_machine())
-        flags = f"; flags: {' '.join(args.flags)}" if args.flags else ""
-        print(f"{args.dataset}, {args.device}, {where}, {time.strftime('%Y-%m-%d')}{flags}")
-        print(table(found, args.goal))
+        print(f"{trial.describe_table(args)}\n{table(found, args.goal)}")
         print(describe_others(), file=sys.stderr)
-    if args.output:
-        rows = [[*key, *values] for key, values in found.items()]
-        write_json(args.output, {"flags": args.flags, "runs": rows})
     if args.chart and found:
         draw(found, args.chart)
         print(f"chart in {args.chart}")
     return status
 
 
-def main() -> int:
-    args = parse_args(sys.argv[1:])
-    trial.raise_on_sigterm()
-    return guard(run, args)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(trial.start(run, parse_args(sys.argv[1:])))

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -25,7 +25,8 @@ from compare import describe_others, read_usage
 import data
 from utils import config
 from utils.device import select_devices, usable_cores
-from utils.errors import UsageError, UserError
+from utils.errors import UsageError, UserError, guard
+from utils.output import protect
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_SECONDS = 10.0  # for a process to end after SIGTERM
@@ -36,6 +37,8 @@ SCRIPTS = {
     "limit": "train_single.py",  # one run on each device
     "bare": "scripts/tools/bare.py",
 }
+# Flags that every measuring tool sets itself.
+OWN = ("--dataset", "--data-dir", "--device", "--devices", "--replicas", "--nprocs", "--run-dir")
 CHART_HINT = "no chart: pip install matplotlib (requirements-dev.txt has the version)"
 Item = TypeVar("Item")
 
@@ -66,13 +69,18 @@ def list_of(kind: Any, among: Sequence[Any] | None = None) -> Any:
 
 
 def build_parser(name: str, description: str | None) -> config.OneLineParser:
-    """Return a parser with the flags that all measuring tools have."""
-    parser = config.OneLineParser(
+    """Return the parser of a tool, without flags."""
+    return config.OneLineParser(
         prog=name,
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+
+def build_measuring_parser(name: str, description: str | None) -> config.OneLineParser:
+    """Return a parser with the flags that all measuring tools have."""
+    parser = build_parser(name, description)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda", "xpu"], default="auto")
     parser.add_argument("--dataset", choices=list(data.SOURCES), help="default: mnist if present")
     parser.add_argument("--data-dir", default="data")
@@ -80,15 +88,24 @@ def build_parser(name: str, description: str | None) -> config.OneLineParser:
     return parser
 
 
-def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the tool's flags. Fill in ``flags`` (after ``--``), ``device`` and ``available``."""
+def parse_args(
+    parser: argparse.ArgumentParser, argv: Sequence[str], own: str
+) -> argparse.Namespace:
+    """Parse the tool's flags. Fill in ``flags`` (after ``--``), ``device`` and ``available``.
+
+    Of the scripts' flags the tool itself sets those in ``own``, so they are refused after ``--``.
+    """
     end = list(argv).index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:end])
+    args.flags = list(argv[end + 1 :])
+    for word in args.flags:
+        if word.partition("=")[0] in {*OWN, *own.split()}:
+            parser.error(f"{word} after -- is set by the tool itself")
     try:
         devices = select_devices(args.device)
     except UsageError as error:
         parser.error(str(error))
-    args.flags, args.device = list(argv[end + 1 :]), devices[0].type
+    args.device = devices[0].type
     args.available = usable_cores() if args.device == "cpu" else len(devices)
     return args
 
@@ -111,7 +128,7 @@ def choose_dataset(args: argparse.Namespace) -> int:
 def build_commands(
     technique: str, devices: int, args: argparse.Namespace, flags: dict[str, Any]
 ) -> list[list[Any]]:
-    """Return the commands of a setting (several for ``limit``). Refuse flags of the tool itself."""
+    """Return the commands of a setting, several for ``limit``."""
     flags = {"--dataset": args.dataset, "--data-dir": args.data_dir} | flags
     flags["--device"] = args.device
     if args.device != "cpu":
@@ -120,13 +137,9 @@ def build_commands(
         flags["--replicas"] = devices
     if technique == "ddp":
         flags["--nprocs"] = devices
-    for word in args.flags:
-        if word.partition("=")[0] in {*flags, "--run-dir"}:
-            raise UsageError(f"{word} after -- is set by the tool itself: see --help")
-    several = [flags]
-    if technique == "limit":  # each on a device of its own
-        own: list[dict[str, Any]] = [{"--devices": number} for number in range(devices)]
-        several = [flags | (one if args.device != "cpu" else {}) for one in own]
+    several = [flags] * (devices if technique == "limit" else 1)
+    if technique == "limit" and args.device != "cpu":
+        several = [flags | {"--devices": number} for number in range(devices)]
     script = [sys.executable, ROOT / SCRIPTS[technique], *args.flags]
     return [[*script, *(word for item in flags.items() for word in item)] for flags in several]
 
@@ -189,12 +202,9 @@ def train(commands: Sequence[Sequence[Any]], limit: float) -> Outcome:
         pairs = zip(commands, run_dirs, strict=True)
         run(*([*command, "--run-dir", run_dir] for command, run_dir in pairs), limit=limit)
         seconds = time.monotonic() - begin
-        try:
-            found = [json.loads((run_dir / "summary.json").read_text()) for run_dir in run_dirs]
-            speed = sum(summary["train_images_per_second"] or 0.0 for summary in found)
-            memory = [size for summary in found for size in summary["peak_memory_bytes"]]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise TrialError(f"no usable summary.json ({error})") from None
+        found = [json.loads((run_dir / "summary.json").read_text()) for run_dir in run_dirs]
+        speed = sum(summary["train_images_per_second"] or 0.0 for summary in found)
+        memory = [size for summary in found for size in summary["peak_memory_bytes"]]
         return Outcome(found[0], speed, memory, seconds)
 
 
@@ -208,13 +218,6 @@ def in_turns(items: Sequence[Item], rounds: int) -> Iterator[tuple[int, Item]]:
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Return median, min and max."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Align the cells of ``rows`` as text: the first column left, the others right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
-    return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -238,28 +241,27 @@ def save_figure(figure: Any, path: Path) -> None:
 
 def describe_machine() -> dict[str, Any]:
     """Return what a figure depends on: hardware, versions and settings."""
-    cpu = platform.processor() or platform.machine()
+    cpu = platform.machine()
     with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next(line[13:] for line in lines if line.startswith("model name\t: "))
-    facts: dict[str, Any] = {"cpu": cpu, "cores": usable_cores(), "gpus": []}
-    facts |= {"system": platform.platform(terse=True), "python": platform.python_version()}
-    facts["torch"] = str(torch.__version__)
-    if torch.cuda.is_available():
-        count = torch.cuda.device_count()
-        facts["gpus"] = [torch.cuda.get_device_name(index) for index in range(count)]
-        facts |= {"cuda": torch.version.cuda, "nccl": str(torch.cuda.nccl.version())}
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     prefixes = ("OMP_", "MKL_", "GOMP_", "NCCL_", "GLOO_", "CUDA_VISIBLE", "TORCH_")
-    facts["variables"] = {k: v for k, v in sorted(os.environ.items()) if k.startswith(prefixes)}
-    with suppress(OSError, subprocess.SubprocessError):
-        git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-        answer = subprocess.run(git, capture_output=True, text=True, timeout=30)
-        facts["commit"] = answer.stdout.strip()
-    return facts
+    return {
+        "cpu": cpu,
+        "cores": usable_cores(),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(count)],
+        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}, {platform.platform()}",
+        "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(prefixes)},
+    }
 
 
-def where(machine: dict[str, Any]) -> str:
-    return ", ".join(machine["gpus"]) or f"{machine['cores']} cores of {machine['cpu']}"
+def describe_table(args: argparse.Namespace) -> str:
+    """Return what the figures of a table depend on, in one line."""
+    machine = describe_machine()
+    where = ", ".join(machine["gpus"]) or f"{machine['cores']} cores of {machine['cpu']}"
+    flags = f"; flags: {' '.join(args.flags)}" if args.flags else ""
+    return f"{args.dataset}, {where}, {time.strftime('%Y-%m-%d %H:%M')}{flags}"
 
 
 def watch_others() -> Callable[[], str]:
@@ -268,10 +270,8 @@ def watch_others() -> Callable[[], str]:
     return lambda: " ".join(describe_others(begin, read_usage(os.getpid())).split())
 
 
-def raise_on_sigterm() -> None:
-    """Let SIGTERM end a measurement as Ctrl-C does, with the results that there are."""
-
-    def interrupt(number: int, frame: Any) -> NoReturn:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
+def start(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Run a tool, and return its exit status. SIGTERM ends it as Ctrl-C does, with its results."""
+    protect()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    return guard(run, args)
