@@ -3,10 +3,9 @@
     python scripts/tools/trace.py runs/ddp-20260101-120000
     python scripts/tools/trace.py --draw steps.svg runs/profiled/{single,dp,ddp}
 
-The tool prints the share of each phase in the profiled steps of rank 0. It also prints how long
-each rank of a host waited for the slowest, and writes all of this to profile.json in the run
-directory. With --draw it draws one step of each run, one above the other to one scale (.svg or
-.png).
+The tool prints the share of each phase in the profiled steps of rank 0, and writes the shares to
+profile.json in the run directory. With --draw it draws one step of each run, one above the other
+to one scale (.svg or .png).
 """
 
 import argparse
@@ -25,8 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import trial
 
-from utils.config import OneLineParser
-from utils.errors import UserError, guard
+from utils.errors import UsageError
 from utils.files import write_json
 
 # Phases by the beginnings of PyTorch's own names. The scripts themselves name "forward".
@@ -52,7 +50,6 @@ UNNAMED = {("data", "forward"), ("forward", "backward")}  # the first has the ti
 COLLECTIVES = ("c10d::", "gloo:", "nccl:")
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
-SHORTEST = 0.005  # share of a step, below which a wait is not drawn
 COLOURS = {
     "data": "#bab0ac",
     "forward": "#4e79a7",
@@ -66,12 +63,6 @@ Spans = list[tuple[float, float]]  # begin and end; sorted and disjoint after ``
 Lanes = dict[str, dict[str, Spans]]  # by their names, each with spans by colour
 
 
-class TraceError(UserError):
-    """A trace that is missing or cannot be used. The message says why."""
-
-    exit_status = 2
-
-
 @dataclass
 class Trace:
     """What one process did when in its profiled steps, in microseconds since ``base``.
@@ -83,8 +74,7 @@ class Trace:
         busy: when something was computed for a phase.
         parts: when data moved between devices or ranks, by the part of the step.
         replicas: when each thread of DP's replicas ran an operation.
-        reductions: when this rank began each of the gradients' reductions.
-        base: when the clock began, nanoseconds since 1970. Ranks of one ``host`` share it.
+        base: when the clock began, nanoseconds since 1970. Ranks of one host share it.
     """
 
     steps: Spans
@@ -93,9 +83,7 @@ class Trace:
     busy: dict[str, Spans]
     parts: dict[str, Spans]
     replicas: dict[Any, Spans] = field(default_factory=dict)
-    reductions: list[float] = field(default_factory=list)
     base: int = 0
-    host: str = ""
 
     @property
     def exposed(self) -> Spans:
@@ -204,7 +192,7 @@ def sort_events(events: list[Event], device_index: int = 0) -> Trace:
     on_host = [e for e in events if e.get("cat") not in ON_DEVICE]
     numbered = [e for e in events if e["name"].startswith("ProfilerStep#")]
     if not numbered:
-        raise TraceError("the trace holds no step")
+        raise UsageError("the trace holds no step")
     main = numbered[0]["tid"]
     on_main = [e for e in on_host if e["tid"] == main]
     ends = [e["ts"] for e in on_main if e["name"].startswith("Optimizer.step")]
@@ -215,19 +203,13 @@ def sort_events(events: list[Event], device_index: int = 0) -> Trace:
         if any(begin <= moment < end for moment in ends)
     ]
     if not steps:
-        raise TraceError("the trace holds no whole step")
+        raise UsageError("the trace holds no whole step")
     phases = find_phases(on_host, main)
     on_device = [e for e in events if e.get("cat") in ON_DEVICE]
     kernels = [e for e in on_device if e["args"].get("device", 0) == device_index]
     if kernels:
-        trace = Trace(steps, "device", phases, *_sort_kernels(kernels, on_host, phases))
-        trace.reductions = sorted(begin for begin, _ in trace.parts.get("in_backward", []))
-        return trace
+        return Trace(steps, "device", phases, *_sort_kernels(kernels, on_host, phases))
     trace = Trace(steps, "main thread", phases, *_sort_operations(on_main, events, phases))
-    # A hook of a bucket's last gradient begins these. No gradient begins the agreement to stop.
-    hooks = union([span_of(e) for e in on_main if e["name"].startswith(PHASES["backward"])])
-    launches = sorted(e["ts"] for e in on_main if e["name"] == "c10d::allreduce_")
-    trace.reductions = [moment for moment in launches if name_at(moment, {"hook": hooks})]
     # While DP's forward only waits for its replicas, the other threads are those of the replicas.
     forwards = union([span_of(e) for e in on_main if e["name"] == "DataParallel.forward"])
     applying = subtract(forwards, joined(trace.parts))
@@ -330,22 +312,6 @@ def share_out(trace: Trace) -> dict[str, Any]:
     }
 
 
-def waits(traces: list[Trace]) -> list[float]:
-    """Return the share of its steps in which each rank waited, in the backward, for the last rank.
-
-    Ranks on several hosts have several clocks, so the result is empty.
-    """
-    if len({(trace.host, len(trace.reductions)) for trace in traces}) > 1:
-        return []
-    begun = [[moment + trace.base / 1e3 for moment in trace.reductions] for trace in traces]
-    last, shares = list(map(max, zip(*begun, strict=True))), []
-    for trace in traces:
-        waited = [(b, e - trace.base / 1e3) for b, e in zip(trace.reductions, last, strict=True)]
-        wall = trace.steps[-1][1] - trace.steps[0][0]
-        shares.append(round(length(intersect(union(waited), trace.exposed)) / wall, 4))
-    return shares
-
-
 def read_trace(path: Path) -> Trace:
     """Read the trace of one rank."""
     try:
@@ -354,25 +320,13 @@ def read_trace(path: Path) -> Trace:
         device = str(content.get("device", "cpu"))
         trace = sort_events(content["traceEvents"], int(device.partition(":")[2] or 0))
         trace.base = int(content.get("baseTimeNanoseconds", 0))
-        trace.host = str(content.get("host_name", ""))
         return trace
     except FileNotFoundError:
-        raise TraceError(f"{path} does not exist: train with --profile") from None
-    except TraceError as error:
-        raise TraceError(f"{path}: {error}") from None
+        raise UsageError(f"{path} does not exist: train with --profile") from None
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TraceError(f"{path} is not a trace of --profile ({error})") from error
-
-
-def analyse(run_dir: Path) -> dict[str, Any]:
-    """Return what the trace of rank 0 says of a run's steps, or raise a ``TraceError``."""
-    return share_out(read_trace(run_dir / "profile" / "rank0.json.gz"))
-
-
-def read_ranks(run_dir: Path) -> list[Trace]:
-    """Read the traces that exist, in the order of their ranks."""
-    paths = (run_dir / "profile").glob("rank*.json.gz")
-    return [read_trace(path) for path in sorted(paths, key=lambda path: (len(path.name), path))]
+        raise UsageError(f"{path} is not a trace of --profile ({error})") from error
 
 
 def describe(result: dict[str, Any]) -> str:
@@ -390,23 +344,7 @@ def describe(result: dict[str, Any]) -> str:
     ]
     for name, share in result["shares"].items():
         lines.append(f"  {name:<13} {share:>6.1%}  {notes.get(name, '')}".rstrip())
-    if len(result["waits"]) > 1:
-        told = (f"rank {rank} {share:.1%}" for rank, share in enumerate(result["waits"]))
-        lines.append(f"  waiting, in backward, for the slowest rank: {', '.join(told)}")
     return "\n".join(lines)
-
-
-def title_of(run_dir: Path) -> str:
-    """Return what a picture says of a run."""
-    try:
-        facts = json.loads((run_dir / "summary.json").read_text())
-        each = " each" if facts["world_size"] > 1 else ""
-        return (
-            f"{facts['script']}: {facts['model']}, {facts['world_size']} x {facts['threads']}"
-            f" threads{each}, {facts['num_devices']} x {facts['batch_size']} images"
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise TraceError(f"{run_dir} has no usable summary.json ({error})") from error
 
 
 def lanes_of(traces: list[Trace]) -> tuple[Lanes, float]:
@@ -436,7 +374,6 @@ def _lanes_of_rank(name: str, trace: Trace, window: Spans) -> Lanes:
     parts = {part: intersect(union(spans), window) for part, spans in trace.parts.items()}
     reductions = {part: parts.pop(part) for part in ("in_backward", "elsewhere") if part in parts}
     waiting = subtract(intersect(trace.exposed, window), joined(parts))
-    waiting = [span for span in waiting if length([span]) >= SHORTEST * length(window)]
     elsewhere = union([*replicas, *joined(parts), *waiting])
     named = trace.busy if trace.clock == "device" else trace.phases
     own = {phase: subtract(intersect(spans, window), elsewhere) for phase, spans in named.items()}
@@ -450,12 +387,16 @@ def _lanes_of_rank(name: str, trace: Trace, window: Spans) -> Lanes:
 
 def draw(run_dirs: list[Path], path: Path) -> None:
     """Draw one step of each run into a file."""
-    panels = [(title_of(run_dir), *lanes_of(read_ranks(run_dir))) for run_dir in run_dirs]
-    figure = trial.new_figure(9, sum(0.8 + 0.3 * len(lanes) for _, lanes, _ in panels))
-    heights = [2 + len(lanes) for _, lanes, _ in panels]
+    panels = []
+    for run_dir in run_dirs:
+        paths = [*(run_dir / "profile").glob("rank*.json.gz")]
+        paths.sort(key=lambda path: (len(path.name), path))  # by rank
+        panels.append(lanes_of([*map(read_trace, paths)]))
+    figure = trial.new_figure(9, sum(0.8 + 0.3 * len(lanes) for lanes, _ in panels))
+    heights = [2 + len(lanes) for lanes, _ in panels]
     axes = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    for axis, (title, lanes, microseconds) in zip(axes, panels, strict=True):
-        axis.set_title(f"{title}; {microseconds / 1e3:.1f} ms", fontsize=10, loc="left")
+    for axis, run_dir, (lanes, microseconds) in zip(axes, run_dirs, panels, strict=True):
+        axis.set_title(f"{run_dir}: {microseconds / 1e3:.1f} ms", fontsize=10, loc="left")
         for row, boxes in enumerate(lanes.values()):
             for colour, spans in boxes.items():
                 bars = [(begin / 1e3, (end - begin) / 1e3) for begin, end in spans]
@@ -470,11 +411,7 @@ def draw(run_dirs: list[Path], path: Path) -> None:
 
 def run(args: argparse.Namespace) -> int:
     for run_dir in args.run_dirs:
-        result = analyse(run_dir) | {"waits": []}
-        try:
-            result["waits"] = waits(read_ranks(run_dir))
-        except TraceError as error:  # of another rank, which may have been killed
-            print(f"warning: {error}", file=sys.stderr)
+        result = share_out(read_trace(run_dir / "profile" / "rank0.json.gz"))
         print(f"{run_dir}: {describe(result)}")
         print(f"  traces for ui.perfetto.dev: {run_dir / 'profile'}")
         write_json(run_dir / "profile.json", result)
@@ -485,12 +422,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = trial.build_parser("trace.py", __doc__)
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="draw one step of each run")
-    return guard(run, parser.parse_args())
+    return trial.start(run, parser.parse_args())
 
 
 if __name__ == "__main__":
