@@ -3,12 +3,9 @@
     python scripts/tools/predict.py runs/single-20260101-120000 digit.png
     python scripts/tools/predict.py runs/single-20260101-120000 --test
 
-The tool takes the run directory or a checkpoint of any of the three scripts. It turns a picture of
-a digit, a PNG or JPEG, into an image like those of MNIST: grey, light on dark. It cuts out the
-digit and scales the longer side to 20 pixels. The centre of mass goes to the middle of 28 x 28. For
-a data set of your own the picture is only scaled to the size of that set's images. --test also
-draws the confusion matrix and the mistakes, into the run's TensorBoard and into PNG files in its
-folder.
+The tool takes the run directory or a checkpoint of any of the three scripts. A picture is a PNG or
+JPEG of one digit, on a background that its border shows. --test also draws the confusion matrix and
+the mistakes, into the run's TensorBoard and into PNG files in its folder.
 """
 
 import argparse
@@ -16,6 +13,7 @@ import json
 import math
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,9 +27,9 @@ from torch import Tensor, nn
 import data
 import models
 from utils.checkpoint import read_checkpoint
-from utils.config import MAX_THREADS, OneLineParser, number
+from utils.config import MAX_THREADS, number
 from utils.device import Precision, select_devices, setup_device
-from utils.errors import UsageError, UserError, guard, printable
+from utils.errors import UsageError, UserError, printable
 from utils.weights import load_state
 
 # The data sets whose images have MNIST's form, with the longer side of what is shown, in pixels.
@@ -42,8 +40,6 @@ CLASSES = {
         *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
     )
 }
-PRECISIONS = ("off", "bf16", "fp16")
-Sets = tuple[data.ImageSet, data.ImageSet]  # training set and test set
 SIDE = 28  # pixels of an image of MNIST, and of those that have its form
 WORKING_SIZE = 280  # pixels. Larger images are shrunk first, which also smooths a photo's grain
 MIN_CONTRAST = 25  # of 255
@@ -52,37 +48,24 @@ COLUMNS, MAX_MISTAKES = 8, 48
 MAX_NAMED = 20  # classes. With more of them, the cells of the matrix have no numbers
 
 
-class InputError(UserError):
-    """A file that cannot be used. The message says why."""
-
-    exit_status = 2
-
-
 def read_image(path: Path, mode: str = "L") -> Tensor:
     """Return the pixels of a PNG or JPEG, uint8 [H, W], or [3, H, W] with the mode ``RGB``."""
     try:
         from PIL import Image, ImageOps
     except ImportError as error:
-        raise InputError("needs Pillow: pip install pillow") from error
+        raise UsageError("needs Pillow: pip install pillow") from error
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             # No other formats: for EPS Pillow would start Ghostscript.
             with Image.open(path, formats=("PNG", "JPEG")) as file:
                 image = ImageOps.exif_transpose(file)  # upright, as the camera was held
-        if image.mode not in ("1", "L", "P", "RGB") or "transparency" in image.info:
-            raise InputError(f"is transparent, or of 16 bits ({image.mode}): save it as a JPEG")
-        image = image.convert(mode)
-    except (Image.DecompressionBombWarning, Image.DecompressionBombError):
-        raise InputError(
-            f"has more than {Image.MAX_IMAGE_PIXELS:,} pixels: shrink it first"
-        ) from None
-    except InputError:
-        raise
     except Exception as error:  # a damaged image fails in many ways
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        raise InputError(f"cannot be read as a PNG or JPEG ({reason})") from error
-    levels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+        raise UsageError(f"cannot be read as a PNG or JPEG ({reason})") from error
+    if image.mode not in ("1", "L", "P", "RGB") or "transparency" in image.info:
+        raise UsageError(f"is transparent, or of 16 bits ({image.mode}): save it as a JPEG")
+    levels = torch.frombuffer(bytearray(image.convert(mode).tobytes()), dtype=torch.uint8)
     levels = levels.view(image.height, image.width, -1).permute(2, 0, 1)
     return levels if mode == "RGB" else levels[0]
 
@@ -108,7 +91,7 @@ def normalise(levels: Tensor, box: int) -> Tensor:
     border = torch.cat([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]]).median()
     darker, lighter = border - pixels.min(), pixels.max() - border
     if max(darker, lighter) < MIN_CONTRAST:
-        raise InputError("shows nothing: all pixels have about the same grey")
+        raise UsageError("shows nothing: all pixels have about the same grey")
     if pixels.shape == (SIDE, SIDE):
         return (255 - pixels if darker > lighter else pixels).to(torch.uint8)
     ink = (border - pixels if darker > lighter else pixels - border).clamp(min=0)
@@ -178,14 +161,14 @@ def draw_mistakes(
 
 
 class Trained(NamedTuple):
-    """A network to ask, the position of its checkpoint, and what its run says about itself."""
+    """A network to ask, the position of its checkpoint, and the flags of its run."""
 
     model: nn.Module
     dataset: str
     device: torch.device
     folder: Path
     progress: dict[str, Any]
-    told: dict[str, Any]
+    flags: dict[str, Any]
 
 
 @torch.inference_mode()
@@ -211,25 +194,20 @@ def load(path: Path, device: torch.device) -> Trained:
     if path.is_dir():
         path = path / "checkpoints" / "last.pt"
         if not path.exists():
-            raise InputError(
-                f"{path.parent.parent} is no run directory: it has no checkpoints/last.pt"
-            )
+            raise UsageError(f"{path.parent.parent} is no run directory: it has no {path.name}")
     state = read_checkpoint(path)
     name, dataset = (str(state["identity"].get(key)) for key in ("model", "dataset"))
     if name not in models.MODELS:
-        raise InputError(f"{path} holds a model {name}: add it to MODELS in models.py")
+        raise UsageError(f"{path} holds a model {name}: add it to MODELS in models.py")
     if dataset not in data.SOURCES:
-        raise InputError(f"{path} was trained on {dataset}: add it to SOURCES, for the images")
+        raise UsageError(f"{path} was trained on {dataset}: add it to SOURCES, for the images")
     model = models.build_model(name)
     load_state(model, state["model"], path)
     folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
-    told: dict[str, Any] = {}
-    for part in ("args.json", "summary.json"):
-        try:
-            told |= json.loads((folder / part).read_text())
-        except (OSError, ValueError, TypeError):  # a lone checkpoint, or a run that still trains
-            continue
-    return Trained(model.to(device).eval(), dataset, device, folder, state["progress"], told)
+    flags = {}
+    with suppress(OSError, ValueError):  # a lone checkpoint has none
+        flags = json.loads((folder / "args.json").read_text())
+    return Trained(model.to(device).eval(), dataset, device, folder, state["progress"], flags)
 
 
 def describe(probabilities: Tensor, dataset: str) -> str:
@@ -252,7 +230,9 @@ def prepare_image(path: Path, dataset: str, examples: Tensor | None) -> Tensor:
     return image.view(examples.shape[1:])
 
 
-def run_test(trained: Trained, sets: Sets, precision: Precision) -> None:
+def run_test(
+    trained: Trained, sets: tuple[data.ImageSet, data.ImageSet], precision: Precision
+) -> None:
     """Print the accuracy on the test set, and draw the confusion matrix and the mistakes."""
     train_set, test_set = sets
     labels = test_set.labels
@@ -262,10 +242,6 @@ def run_test(trained: Trained, sets: Sets, precision: Precision) -> None:
     confidences, predictions = probabilities.max(1)
     correct, count = int((predictions == labels).sum()), len(test_set)
     print(f"{trained.dataset} test set: {correct:,} of {count:,} correct, {correct / count:.2%}")
-    told = trained.told.get("test_correct")
-    is_last = trained.told.get("global_step") == trained.progress["global_step"]
-    if is_last and told not in (None, correct):
-        print(f"summary.json says {told:,}: another device rounds differently", file=sys.stderr)
     try:
         figures = {"confusion_matrix": trial.new_figure(6, 6), "mistakes": trial.new_figure(9, 8)}
     except UserError as error:  # the score is useful without them
@@ -277,20 +253,15 @@ def run_test(trained: Trained, sets: Sets, precision: Precision) -> None:
     for name, figure in figures.items():
         trial.save_figure(figure, trained.folder / f"{name}.png")
     print(f"pictures in {trained.folder}/confusion_matrix.png and mistakes.png")
-    if (trained.folder / "args.json").is_file():  # a run directory, not a lone checkpoint
+    if trained.flags:  # a run directory, not a lone checkpoint
+        from torch.utils.tensorboard import SummaryWriter  # a second to import
+
         position = trained.progress
         seen = position["epoch"] * len(train_set) + position["epoch_samples"]
-        add_to_tensorboard(trained, figures, seen)
-
-
-def add_to_tensorboard(trained: Trained, figures: dict[str, Any], seen: int) -> None:
-    """Write figures into an event file of the run, at the number of images that it has seen."""
-    from torch.utils.tensorboard import SummaryWriter  # a second to import
-
-    with SummaryWriter(trained.folder, filename_suffix=".predict") as writer:
-        for name, figure in figures.items():
-            writer.add_figure(f"test_images/{name}", figure, seen)
-    print(f"and in TensorBoard: tensorboard --logdir {trained.folder.parent}")
+        with SummaryWriter(trained.folder, filename_suffix=".predict") as writer:
+            for name, figure in figures.items():
+                writer.add_figure(f"test_images/{name}", figure, seen)
+        print(f"and in TensorBoard: tensorboard --logdir {trained.folder.parent}")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -299,17 +270,17 @@ def run(args: argparse.Namespace) -> int:
     device = select_devices(args.device)[0]
     setup_device(device, args.threads)
     trained = load(args.model, device)
-    amp = trained.told.get("amp")  # in another precision a few predictions differ
-    precision = Precision(device, amp if amp in PRECISIONS else "off")
+    # In another precision a few predictions differ.
+    precision = Precision(device, trained.flags.get("amp", "off"))
     is_own = trained.dataset not in BOXES
     if args.test or is_own:
-        data_dir = args.data_dir or str(trained.told.get("data_dir", "data"))
+        data_dir = args.data_dir or trained.flags.get("data_dir", "data")
         sets = data.load_dataset(trained.dataset, data_dir)
     status = 0
     for path in args.images:
         try:
             image = prepare_image(path, trained.dataset, sets[1].images if is_own else None)
-        except InputError as error:  # the other images can still be read
+        except UsageError as error:  # the other images can still be read
             print(f"predict.py: error: {printable(str(path))} {error}", file=sys.stderr)
             status = error.exit_status
             continue
@@ -321,9 +292,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = trial.build_parser("predict.py", __doc__)
     parser.add_argument("model", type=Path, help="run directory or checkpoint")
     parser.add_argument("images", type=Path, nargs="*", help="PNG or JPEG")
     parser.add_argument("--test", action="store_true", help="score the test set, draw pictures")
@@ -331,7 +300,7 @@ def main() -> int:
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps", "xpu"])
     threads = number(int, low=1, high=MAX_THREADS)
     parser.add_argument("--threads", type=threads, help="CPU threads")
-    return guard(run, parser.parse_args())
+    return trial.start(run, parser.parse_args())
 
 
 if __name__ == "__main__":
