@@ -1,10 +1,10 @@
 """Let a large world meet on this machine, and lose a rank: how long it takes, and what it needs.
 
-    python scripts/tools/simulate.py --ranks 64 256 1024
+    python scripts/tools/simulate.py --ranks 64
 
 Ranks are threads of a few processes. Rank 0 and the rank that gets lost have processes of their
 own. Stores and messages are the real ones, and each rank holds as many connections to rank 0's
-store as a rank of a job does. Prints a row for each size:
+store as a rank of a job does. The tool prints a row for each size:
 
 - meeting: seconds from the first rank's start until every rank knows that all are there, and MB
   and descriptors of rank 0.
@@ -106,8 +106,8 @@ def live(
 def leave_network() -> None:
     """Go on in a network of our own, where root may have one.
 
-    The thread that serves rank 0's store asks for the name of each new connection, and a name
-    server that drops some of so many questions would be what is measured.
+    The thread that serves rank 0's store asks a name server about each new connection. A name
+    server that drops some of these questions would spoil the figures.
     """
     if os.geteuid() == 0 and ctypes.CDLL(None).unshare(CLONE_NEWNET) == 0:
         with socket.socket() as any_socket:
