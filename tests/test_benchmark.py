@@ -146,6 +146,8 @@ def test_on_gpus_devices_are_named(monkeypatch):
         flags = [dict(itertools.pairwise(words)) for words in commands]
         assert [f["--devices"] for f in flags] == named
         assert {f["--threads"] for f in flags} == {"2"}
+        refused = {*trial.OWN, *benchmark.OWN.split(), "--no-tensorboard", "--no-progress"}
+        assert {word for word in commands[0] if word.startswith("--")} <= refused
 
 
 @pytest.mark.parametrize(
