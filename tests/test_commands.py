@@ -28,6 +28,7 @@ ELSEWHERE = {
     r"^tensorboard ": "test_training.py",  # reads the curves of a run
     r"\$HOST0|\$NODE|\$SHARED|^(srun|sbatch|mpirun|HOSTS=)": "test_launch.py",
     r"kubectl|torchrun.*PET_": "test_kubernetes.py",
+    r"simulate\.py": "test_rendezvous.py",
 }
 # What makes a tool's command short; inserted where its own flags end, so that it counts.
 FEW = "--steps 3 --dataset synthetic"
@@ -35,6 +36,7 @@ SHORT = {
     "benchmark.py": f"--quick --models linear --counts 2 --output runs/benchmark {FEW}",
     "sweep.py": "--techniques single --batch-sizes 6144 --epochs 0.2 --seeds 0 --dataset synthetic",
     "bare.py": "--max-steps 20 --dataset synthetic",
+    "scaling.py": "--model linear --batch-size 16",
     "prepare_data.py": "",
 }
 STATUS = {r"^diff ": 1, r"--node-rank 5": 2}  # how the others end

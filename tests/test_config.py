@@ -1,6 +1,7 @@
 """Bad input: one line, exit status 2, nothing written."""
 
 import shlex
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -47,7 +48,8 @@ ROWS = [tuple(cell.strip() for cell in line.split("|")) for line in BAD.strip().
 
 
 @pytest.mark.parametrize(("technique", "flags", "message"), ROWS)
-def test_bad_flags_are_one_line_and_status_2(technique, flags, message, capsys):
+def test_bad_flags_are_one_line_and_status_2(technique, flags, message, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [f"train_{technique}.py"])
     with pytest.raises(SystemExit) as caught:
         config.parse_args(f"train_{technique}.py", None, shlex.split(flags))
     assert caught.value.code == 2

@@ -62,7 +62,6 @@ SECONDS = number(float, low=SMALL, high=MAX_SECONDS)
 def build_parser(technique: str, description: str | None) -> argparse.ArgumentParser:
     """Build the parser of ``train_<technique>.py``: the common flags and that script's own."""
     parser = OneLineParser(
-        prog=f"train_{technique}.py",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # --local-rank must not be taken for --local-ra..., nor typos guessed

@@ -282,7 +282,6 @@ def main() -> int:
     output.protect()
     signals.install_handlers()
     parser = config.build_parser("ddp", __doc__)  # the flags of the run, but shorter timeouts
-    parser.prog = "doctor.py"
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.set_defaults(technique="ddp", rdzv_timeout=30.0, timeout=30.0)
     args = parser.parse_args()
