@@ -4,7 +4,7 @@ OWN=colour100 python tests/own.py train_single.py --max-steps 40 ...
 
 grey20: 20 classes of grey images; colour100: 100 classes of colour images of 32 x 32; regression:
 two numbers from an image; depth: each training step uses other layers of the network; uneven: so
-does each rank.
+does each rank; overflow: in one step the gradient of rank 1 is infinite.
 """
 
 import os
@@ -24,7 +24,14 @@ from utils import evaluation  # noqa: E402
 from utils.datasets.sources import SOURCES, Source  # noqa: E402
 
 WHICH = os.environ["OWN"]
-CLASSES = {"grey20": 20, "colour100": 100, "regression": 0, "depth": 10, "uneven": 10}[WHICH]
+CLASSES = {
+    "grey20": 20,
+    "colour100": 100,
+    "regression": 0,
+    "depth": 10,
+    "uneven": 10,
+    "overflow": 10,
+}[WHICH]
 
 
 def load(name, data_dir):
@@ -59,14 +66,16 @@ class Depth(nn.Module):
             is_on = self.steps % 2 == number
             if WHICH == "uneven":
                 is_on = number == 0 or self.steps < 2 or os.environ["RANK"] == "0"
-            if not self.training or is_on:
+            if not self.training or is_on or WHICH == "overflow":
                 x = x + layer(x).relu()
+        if (WHICH, self.steps, os.environ["RANK"]) == ("overflow", 2, "1"):
+            x.register_hook(lambda grad: grad + float("inf"))
         self.steps += self.training
         return self.head(x)
 
 
 def build():
-    if WHICH in ("depth", "uneven"):
+    if WHICH in ("depth", "uneven", "overflow"):
         return Depth()
     if WHICH == "colour100":
         first = nn.Conv2d(3, 8, 3, stride=2, padding=1)

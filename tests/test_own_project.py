@@ -6,6 +6,7 @@ The README's own edits run in tests/test_commands.py; these are what others may 
 import sys
 
 import pytest
+import torch
 
 from tests.processes import ROOT, run, succeed, summary
 
@@ -31,6 +32,13 @@ def test_it_trains_to_the_end(own, tmp_path):
     succeed(train(technique, own, tmp_path / "run", *flags))
     assert summary(tmp_path / "run")["test_count"] == 600
     assert summary(tmp_path / "run")["test_accuracy"] > least
+
+
+def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all(tmp_path):
+    """Weights that are not finite would end the run; the scale is halved once, from 65,536."""
+    succeed(train("ddp", "overflow", tmp_path / "run", "--amp", "fp16", "--max-steps", 5))
+    saved = torch.load(tmp_path / "run" / "checkpoints" / "last.pt", weights_only=True)
+    assert saved["scaler"]["scale"] == 2**15
 
 
 @pytest.mark.parametrize("own", ["depth", "uneven"])
