@@ -2,7 +2,6 @@
 
 import ast
 import re
-import sys
 
 import pytest
 
@@ -21,7 +20,7 @@ from tests.documents import (
     translation,
     without_comments,
 )
-from tests.processes import ROOT, run
+from tests.processes import ROOT
 from tests.test_launch import LAUNCH_TABLE
 from utils import config
 
@@ -35,7 +34,7 @@ LESSONS = sorted(path.stem for path in (ROOT / "scripts" / "lessons").glob("[a-z
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
-def test_links_resolve(path):
+def test_what_is_linked_or_named_exists(path):
     found = links(prose(path))
     assert found
     for link in found:
@@ -43,6 +42,9 @@ def test_links_resolve(path):
         target = (path.parent / file).resolve() if file else path
         assert link.startswith("http") or target.exists(), link
         assert link.startswith("http") or not anchor or anchor in anchors(target), link
+    for span in spans(prose(path)):
+        if re.fullmatch(r"(train_|utils/|scripts/|docs/|tests/)[\w./-]*\.(py|sh|sbatch|md)", span):
+            assert (ROOT / span).exists(), span
 
 
 @pytest.mark.parametrize("path", ENGLISH, ids=name_of)
@@ -102,13 +104,6 @@ def test_a_document_is_short(name):
 # Names
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
-def test_files_of_this_project_that_are_named_exist(path):
-    for span in spans(prose(path)):
-        if re.fullmatch(r"(train_|utils/|scripts/|docs/|tests/)[\w./-]*\.(py|sh|sbatch|md)", span):
-            assert (ROOT / span).exists(), span
-
-
 def test_every_script_and_lesson_is_named():
     told = "".join(path.read_text(encoding="utf-8") for path in ENGLISH)
     for path in (ROOT / "scripts").rglob("[a-z]*.*"):
@@ -166,17 +161,6 @@ def symptoms():
 def test_every_lesson_that_breaks_something_is_in_the_index():
     indexed = {lesson for _, lessons in symptoms() for lesson in lessons}
     assert {name for name in LESSONS if name.startswith("break_")} <= indexed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LESSONS)
-def test_the_index_quotes_what_a_lesson_prints(name):
-    """Of each row that names a lesson, the lesson prints at least one line."""
-    quoted = [literals for literals, lessons in symptoms() if name in lessons and literals]
-    printed = run(sys.executable, ROOT / f"scripts/lessons/{name}.py").text if quoted else ""
-    for literals in quoted:
-        patterns = [re.escape(line).replace(r"\.\.\.", ".*") for line in literals]
-        assert any(re.search(pattern, printed) for pattern in patterns), (literals, printed)
 
 
 # Of the system, of torchrun and of a general description: no string of this project.

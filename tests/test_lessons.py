@@ -1,30 +1,20 @@
 """Every lesson runs as its docstring says, and its exit status says whether its claims held."""
 
-import functools
 import re
 import sys
 
 import pytest
 
 from tests.processes import ROOT, run
+from tests.test_docs import LESSONS, symptoms
 
 FOLDER = ROOT / "scripts" / "lessons"
-LESSONS = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
 TIMEOUT = 150.0  # seconds; a lesson ends itself after 120
 # Ten seconds and more, most of which they wait on purpose or compute for a measurement.
 SLOW = {
     *("break_every_rank_saves", "break_thread_oversubscription", "break_timeout"),
     *("break_world_size", "ddp_by_hand", "join_uneven"),
 }
-
-
-@functools.cache
-def run_lesson(name):
-    """Run a lesson by the command in its docstring, once for all tests that look at its output."""
-    source = (FOLDER / f"{name}.py").read_text()
-    commands = re.findall(r"^python (\S+)$", source.split('"""')[1], flags=re.MULTILINE)
-    assert commands == [f"scripts/lessons/{name}.py"]
-    return run(sys.executable, *commands, timeout=TIMEOUT)
 
 
 def test_no_lesson_imports_another():
@@ -39,10 +29,17 @@ def test_no_lesson_imports_another():
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in LESSONS]
 )
 def test_a_lesson_shows_what_it_claims(name):
-    finished = run_lesson(name)
+    """Run by the command in its docstring, it prints a line of each symptom that names it."""
+    source = (FOLDER / f"{name}.py").read_text()
+    commands = re.findall(r"^python (\S+)$", source.split('"""')[1], flags=re.MULTILINE)
+    assert commands == [f"scripts/lessons/{name}.py"]
+    finished = run(sys.executable, *commands, timeout=TIMEOUT)
     assert finished.returncode == 0, finished.text
     assert "\nshown: " in finished.stdout
     assert "Traceback" not in finished.text
+    for quoted in (literals for literals, lessons in symptoms() if name in lessons and literals):
+        patterns = [re.escape(line).replace(r"\.\.\.", ".*") for line in quoted]
+        assert any(re.search(each, finished.text) for each in patterns), (quoted, finished.text)
 
 
 @pytest.mark.parametrize(
