@@ -8,42 +8,38 @@ import pytest
 from tests.sources import ROOT, code_lines
 
 LIMITS = {"dp": (6, 10), "ddp": (12, 42)}  # code lines removed, added
+MINIMAL = "scripts/minimal/"
+ADDED = "ACCUMULATE AMP CLIP LOG RESTART RESUME SEED STOP"
+DIFFS = [  # the old and the new script, the limits, and the words that begin the hunks' comments
+    *(("train_single", f"train_{name}", *LIMITS[name], name.upper()) for name in LIMITS),
+    (f"{MINIMAL}single", f"{MINIMAL}dp", 3, 3, "DP"),
+    (f"{MINIMAL}single", f"{MINIMAL}ddp", 6, 20, "DDP"),
+    (f"{MINIMAL}ddp", f"{MINIMAL}ddp_complete", 12, 75, ADDED),
+]
 
 
-def hunks(technique):
-    """Return the removed and the added code lines of each hunk against train_single.py."""
-    old = code_lines((ROOT / "train_single.py").read_text())
-    new = code_lines((ROOT / f"train_{technique}.py").read_text())
-    matcher = difflib.SequenceMatcher(
-        None, [line for _, line in old], [line for _, line in new], autojunk=False
-    )
-    changes = [change for change in matcher.get_opcodes() if change[0] != "equal"]
-    removed = [[line for _, line in old[i1:i2]] for _, i1, i2, _, _ in changes]
-    added = [new[j1:j2] for _, _, _, j1, j2 in changes]
-    return removed, added
-
-
-@pytest.mark.parametrize("technique", LIMITS)
-def test_a_technique_adds_few_lines(technique):
-    removed, added = hunks(technique)
-    counts = sum(map(len, removed)), sum(map(len, added))
-    assert removed, "the scripts do not differ: is this test comparing the right files?"
-    assert counts[0] <= LIMITS[technique][0], f"removed {counts[0]}: {removed}"
-    assert counts[1] <= LIMITS[technique][1], f"added {counts[1]}: {added}"
-
-
-@pytest.mark.parametrize("technique", LIMITS)
-def test_every_hunk_says_why(technique):
-    lines = (ROOT / f"train_{technique}.py").read_text().splitlines()
-    marker = f"# {technique.upper()}: "
-    for removed, added in zip(*hunks(technique), strict=True):
-        assert added, f"only removes {removed}: nothing is left to carry the reason"
-        above = added[0][0] - 2  # index of the line over the first added one
-        while above >= 0 and lines[above].strip().startswith("#"):
-            if lines[above].strip().startswith(marker):
+@pytest.mark.parametrize(("old", "new", "max_removed", "max_added", "words"), DIFFS)
+def test_a_script_changes_few_lines_and_says_why(old, new, max_removed, max_added, words):
+    text = (ROOT / f"{new}.py").read_text()
+    before, after = code_lines((ROOT / f"{old}.py").read_text()), code_lines(text)
+    sides = [[line for _, line in side] for side in (before, after)]
+    opcodes = difflib.SequenceMatcher(None, *sides, autojunk=False).get_opcodes()
+    hunks = [change[1:] for change in opcodes if change[0] != "equal"]
+    assert 0 < sum(end - begin for _, _, begin, end in hunks) <= max_added
+    assert sum(end - begin for begin, end, _, _ in hunks) <= max_removed
+    seen = set()
+    for i, j, begin, end in hunks:
+        assert begin < end, f"only removes {before[i:j]}: nothing is left to carry the reason"
+        comment = []
+        for line in reversed(text.splitlines()[: after[begin][0] - 1]):
+            if not line.strip().startswith("#"):
                 break
-            above -= 1
-        assert lines[above].strip().startswith(marker), f"no {marker!r} above {added[0]}"
+            comment.append(line.strip())
+        found = re.findall(r"^# ([A-Z, ]+): ", "\n".join(comment), re.MULTILINE)
+        marks = {*", ".join(found).split(", ")} & {*words.split()}
+        assert marks, f"no reason above {after[begin:end]}"
+        seen |= marks
+    assert seen == {*words.split()}
 
 
 @pytest.mark.parametrize("technique", LIMITS)
