@@ -28,19 +28,8 @@ ELSEWHERE = {
     r"^tensorboard ": "test_training.py",  # reads the curves of a run
     r"\$HOST0|\$NODE|\$SHARED|^(srun|sbatch|mpirun|HOSTS=)": "test_launch.py",
     r"kubectl|torchrun.*PET_": "test_kubernetes.py",
-    r"simulate\.py": "test_rendezvous.py",
 }
-# What makes a tool's command short; inserted where its own flags end, so that it counts.
-FEW = "--steps 3 --dataset synthetic"
-SHORT = {
-    "benchmark.py": f"--quick --models linear --counts 2 --output runs/benchmark {FEW}",
-    "sweep.py": "--techniques single --batch-sizes 6144 --epochs 0.2 --seeds 0 --dataset synthetic",
-    "bare.py": "--max-steps 20 --dataset synthetic",
-    "scaling.py": "--model linear --batch-size 16",
-    "prepare_data.py": "",
-}
-STATUS = {r"^diff ": 1, r"--node-rank 5": 2}  # how the others end
-PRINTS = {r"^(?!diff).*train_\w+\.py(?!.*(--dry-run|--node-rank 5| train_))": "test accuracy"}
+TRAINS = re.compile(r"^(?!diff).*train_\w+\.py")
 IS_OWN = re.compile(r"train_.*--model mine")
 NEEDS_GPUS = re.compile(r"--devices \d|--output-device|--nproc_per_node gpu")
 
@@ -118,40 +107,37 @@ def shown(project):
 
 
 def run_shown(command, project, max_steps):
-    line, end, rest = command.partition(" -- ")
-    tool = re.search(r"scripts/tools/(\w+\.py)", line)
-    if tool:
-        # Names of runs stand for a reader's own, and so do files of results.
+    line = command
+    if re.search(r"scripts/tools/(benchmark|sweep|scaling|simulate)\.py", line):
+        # These measure for real in test_benchmark.py and test_rendezvous.py.
+        line = f"{line.partition(' -- ')[0]} --help"
+    elif "scripts/tools/" in line:
+        # Names of runs stand for a reader's own.
         line = re.sub(r"runs/[\w-]+(/\{[\w,]+\})?(?=\s|$)", "runs/shown", line)
-        line = re.sub(r"\S+/benchmark\.json", "runs/benchmark/benchmark.json", line)
         line = line.replace("prepare_data.py mnist", "prepare_data.py synthetic")
-        if "--compare" not in line:
-            line += f" {SHORT.get(tool[1], '')}"
-        if tool[1] in SHORT and rest:
-            rest += " --model linear" if tool[1] == "sweep.py" else ""
-    elif re.search(r"train_\w+\.py", line) and not line.startswith("diff"):
+        line += " --max-steps 20 --dataset synthetic" if "bare.py" in line else ""
+    elif TRAINS.match(line):
         line += " --threads 1 --no-progress"
         more = {"--max-steps": max_steps, "--dataset": "synthetic", "--model": "linear"}
         line += "".join(f" {flag} {value}" for flag, value in more.items() if flag not in line)
-    words, variables = shell_line(line + end + rest)
+    words, variables = shell_line(line)
     return run(*words, cwd=project, timeout=200, **variables)
 
 
 def run_all(commands, project):
     for number, command in enumerate(commands, start=1):
         ended = run_shown(command, project, 20 + 5 * number)
-        expected = [status for part, status in STATUS.items() if re.search(part, command)] or [0]
-        assert ended.returncode == expected[0], (command, ended.text)
+        assert ended.returncode == command.startswith("diff "), (command, ended.text)
         assert "Traceback" not in ended.text
-        for part, words in PRINTS.items():
-            assert not re.search(part, command) or words in ended.stdout, (command, ended.text)
+        assert not TRAINS.match(command) or "test accuracy" in ended.stdout, (command, ended.text)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", sorted({SHOWN[command] for command in HERE}))
 def test_commands_run(name, shown):
-    run_all([c for c in HERE if SHOWN[c] == name and not NEEDS_GPUS.search(c)], shown)
+    left_out = lambda command: NEEDS_GPUS.search(command) or IS_OWN.search(command)  # noqa: E731
+    run_all([c for c in HERE if SHOWN[c] == name and not left_out(c)], shown)
 
 
 @pytest.mark.gpu(2)
@@ -160,7 +146,7 @@ def test_commands_for_gpus_run(project):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", filter(IS_OWN.search, HERE))
+@pytest.mark.parametrize("command", [*filter(IS_OWN.search, HERE)])
 def test_own_data_is_learned(command, project, tmp_path):
     words, _ = shell_line(f"{command} --threads 1 --run-dir {tmp_path}/run")
     succeed(run(*words, cwd=project))

@@ -7,7 +7,7 @@ No cluster is here: what Kubeflow Trainer does with the manifest is taken from i
 import pytest
 import yaml
 
-from tests.processes import ROOT, finish, free_port, start, succeed, summary
+from tests.processes import ROOT, finish, free_port, shell_line, start, succeed, summary
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 MANIFEST = (ROOT / "scripts" / "kubernetes" / "trainjob.yaml").read_text()
@@ -49,7 +49,7 @@ def test_the_command_trains_on_two_nodes_and_goes_on(synthetic_dir, tmp_path):
         # There: the first pod's name in the headless service, and 29500.
         variables = {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port())}
         variables |= {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}
-        words = ("bash", "-c", f"{command} {short}")
+        words, _ = shell_line(f"{command} {short}")
         for node in [start(*words, PET_NODE_RANK=str(i), **variables) for i in range(2)]:
             succeed(finish(node, 150))
         facts = summary(tmp_path / "runs" / "mnist-ddp")
