@@ -44,31 +44,10 @@ def test_a_users_threads_reach_the_header(synthetic_dir, tmp_path):
     assert "cpu, 3 threads" in told
 
 
-IMPORTS = """
-import gc, sys, torch
-from utils import device
-if {early}: device.import_dynamo()
-print("torch._dynamo" in sys.modules, gc.get_stats()[2]["collections"], gc.isenabled())
-torch.optim.SGD(torch.nn.Linear(1, 1).parameters())
-print("torch._dynamo" in sys.modules)
-"""
-
-
-@pytest.mark.slow
-def test_what_an_optimizer_imports_is_imported_without_looking_for_garbage():
-    """Where the first one no longer imports it by itself, ``import_dynamo`` has to go."""
-    late, early = (
-        succeed(run(sys.executable, "-c", IMPORTS.format(early=early), real=True)).stdout.split()
-        for early in (False, True)
-    )
-    assert (late[0], late[3]) == ("False", "True")
-    assert (early[0], early[2:]) == ("True", ["True", "True"])
-    assert early[1] == late[1], "collections of the oldest generation"
-
-
 UNSET = ("-u", "GOMP_SPINCOUNT", "-u", "OMP_WAIT_POLICY")
 
 
+@pytest.mark.slow
 def test_threads_that_wait_soon_sleep():
     """What OpenMP itself says when it is loaded: the variable has to be there before torch."""
     script = [sys.executable, ROOT / "train_single.py", "--help"]

@@ -69,11 +69,6 @@ def test_the_report_has_all_parts_although_one_failed(fakes):
     assert str(report.relative_to(fakes)) in ended.stderr
 
 
-def test_other_tests_see_no_gpu():
-    code = "import torch; print(torch.cuda.device_count())"
-    assert run(sys.executable, "-c", code, real=True).stdout == "0\n"
-
-
 # One GPU
 
 

@@ -35,7 +35,7 @@ from utils import errors
 LONG = ["--model", "convnet", "--max-steps", 2000, "--save-every-steps", 3]
 FEW = ["--model", "linear", "--max-steps", 6, "--save-every-steps", 3]
 # Dropout, several gradient buckets, momentum, augmentation, accumulation and loader workers.
-HARD = ["--max-steps", 20, "--save-every-steps", 4, "--seed", 5, "--batch-size", 16]
+HARD = ["--max-steps", 14, "--save-every-steps", 3, "--seed", 5, "--batch-size", 16]
 HARD += ["--grad-accum-steps", 2, "--num-workers", 1, "--no-tensorboard"]
 TARGETS = {  # who gets a signal
     "launcher": lambda process: [process.pid],
@@ -69,9 +69,9 @@ def is_saved(folder):
         pytest.param("spawn", "every process", signal.SIGINT, marks=SLOW),
     ],
 )
-def test_a_stop_request_saves_and_ends_soon(technique, target, number, synthetic_dir, tmp_path):
+def test_a_stop_request_saves_and_ends_soon(technique, target, number, short_dir, tmp_path):
     folder = tmp_path / "run"
-    words = command(technique, 2, *flags(synthetic_dir, folder, *LONG, "--num-workers", 2))
+    words = command(technique, 2, *flags(short_dir, folder, *LONG, "--num-workers", 2))
     process = start(*words)
     wait_until(is_saved(folder))
     begin = time.monotonic()
@@ -98,7 +98,7 @@ def test_a_stop_request_saves_and_ends_soon(technique, target, number, synthetic
 )
 def test_a_second_ctrl_c_ends_at_once(technique, target, synthetic_dir, tmp_path):
     # The first step takes many seconds, most of it in one call; so does DDP's warm-up.
-    size = {"single": 20000, "spawn": 5000}[technique]
+    size = {"single": 20000, "spawn": 3000}[technique]
     extra = [*LONG, "--model", "basic", "--num-workers", 1, "--batch-size", size]
     process = start(*command(technique, 2, *flags(synthetic_dir, tmp_path / "run", *extra)))
     wait_until((tmp_path / "run" / "status.json").exists, 150)
@@ -117,7 +117,7 @@ def torch_is_being_loaded(pid):
     return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.5])
+@pytest.mark.parametrize("seconds", [pytest.param(0.0, marks=SLOW), 0.5])
 def test_ctrl_c_while_modules_are_imported_is_quiet(seconds, synthetic_dir, tmp_path):
     words = command("single", 1, *flags(synthetic_dir, tmp_path / "run", *LONG))
     process = start(*words, real=True)
@@ -178,9 +178,8 @@ def test_last_words_end_in_time(last_words, said):
     [
         ("single", 1, signal.SIGTERM),
         ("ddp", 2, signal.SIGKILL),
-        pytest.param("single", 1, signal.SIGKILL, marks=SLOW),
         pytest.param("dp", 2, signal.SIGKILL, marks=SLOW),
-        *(pytest.param("ddp", ranks, signal.SIGKILL, marks=SLOW) for ranks in (3, 5)),
+        pytest.param("ddp", 3, signal.SIGKILL, marks=SLOW),
     ],
 )
 def test_a_killed_run_ends_as_if_undisturbed(technique, processes, number, short_dir, tmp_path):
@@ -198,12 +197,11 @@ def test_a_killed_run_ends_as_if_undisturbed(technique, processes, number, short
     random.seed(seed)
     process = start(*disturbed)
     wait_until(is_saved(folder), 150)
-    time.sleep(random.uniform(0, 1.5))
+    time.sleep(random.uniform(0, 1.0))
     victims = list(ranks().values())  # none are left if it has ended already
     if victims:
         os.kill(random.choice(victims), number)
     if finish(process, timeout=150).returncode:
-        assert status(folder)["state"] in ("running", "failed", "stopped")
         succeed(run(*disturbed, "--resume", timeout=200))
     assert final_state(folder) == final_state(tmp_path / "calm")
 
@@ -237,7 +235,7 @@ def test_stopped_at_the_very_last_step_the_evaluation_is_owed(synthetic_dir, tmp
 # Failures
 
 
-@pytest.mark.parametrize("technique", ["single", "ddp"])
+@pytest.mark.parametrize("technique", ["single", pytest.param("ddp", marks=SLOW)])
 def test_an_exception_ends_the_run_although_loader_workers_live(technique, synthetic_dir, tmp_path):
     extra = ["--model", "linear", "--num-workers", 2]
     words = script(f"train_{technique}.py", *flags(synthetic_dir, tmp_path / "run", *extra))
@@ -248,13 +246,13 @@ def test_an_exception_ends_the_run_although_loader_workers_live(technique, synth
     assert (told["state"], told["reason"]) == ("failed", "ArithmeticError: wrong on purpose")
 
 
-def test_a_loader_worker_that_is_killed_ends_the_run_with_one_line(synthetic_dir, tmp_path):
+def test_a_loader_worker_that_is_killed_ends_the_run_with_one_line(short_dir, tmp_path):
     """Out of memory, the kernel kills one of them."""
-    extra = ["--model", "linear", "--num-workers", 2, "--epochs", 500]
-    words = script("train_single.py", *flags(synthetic_dir, tmp_path / "run", *extra))
-    process = start(*words, real=True)  # with no children but its loader's
+    extra = ["--model", "linear", "--num-workers", 2, "--epochs", 5000]
+    words = script("train_single.py", *flags(short_dir, tmp_path / "run", *extra))
+    process = start(*words)
     wait_until((tmp_path / "run" / "metrics.jsonl").exists, 150)
-    psutil.Process(process.pid).children()[0].kill()
+    psutil.Process(process.pid).children()[-1].kill()  # the first is what the test started it by
     assert "a loader worker died" in error_line(finish(process, 60), 1)
     assert status(tmp_path / "run")["state"] == "failed"
     assert "a loader worker died" in status(tmp_path / "run")["reason"]
@@ -273,8 +271,10 @@ def test_a_lost_connection_is_not_taken_for_a_dead_loader_worker():
     assert errors.explain(caught.value) is caught.value
 
 
-@pytest.mark.parametrize("technique", ["single", "dp", "ddp"])
-@pytest.mark.parametrize("how", ["nan", "test"])
+@pytest.mark.parametrize(
+    ("how", "technique"),
+    [("test", "single"), ("nan", "ddp"), pytest.param("nan", "dp", marks=SLOW)],
+)
 def test_what_is_not_finite_is_never_saved(how, technique, synthetic_dir, tmp_path):
     """Neither a loss of training nor one of the evaluation; what was saved before is whole."""
     folder = tmp_path / "run"
@@ -286,19 +286,22 @@ def test_what_is_not_finite_is_never_saved(how, technique, synthetic_dir, tmp_pa
     assert not (folder / "summary.json").exists()
     resumed = succeed(run(*words, "--resume"))
     # DP's replicas, and DDP's warm-up, count as forwards: the fifth comes sooner.
-    step = {"nan": {"single": 4, "dp": 2, "ddp": 2}[technique], "test": 6}[how]
-    assert f"resumed at step {step}" in resumed.stdout
+    assert f"resumed at step {2 if how == 'nan' else 6}" in resumed.stdout
     assert summary(folder)["test_count"] == 10_000
 
 
-@pytest.mark.parametrize(
-    "redirection",
-    ["| head -1", *(pytest.param(words, marks=SLOW) for words in ("> /dev/full", ">&- 2>&- <&-"))],
-)
+def test_a_reader_of_the_output_that_leaves_ends_no_training(synthetic_dir, tmp_path):
+    process = start(*script("train_single.py", *flags(synthetic_dir, tmp_path / "run", *FEW)))
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait(60)) == ("", 0)
+    assert summary(tmp_path / "run")["test_count"] == 10_000
+
+
+@SLOW
+@pytest.mark.parametrize("redirection", ["> /dev/full", ">&- 2>&- <&-"])
 def test_output_that_nobody_takes_ends_no_training(redirection, synthetic_dir, tmp_path):
     words = script("train_single.py", *flags(synthetic_dir, tmp_path / "run", *FEW))
-    line = f"set -o pipefail; {' '.join(map(str, words))} {redirection}"
-    assert "Traceback" not in succeed(run("bash", "-c", line)).text
+    succeed(run("bash", "-c", f"{' '.join(map(str, words))} {redirection}"))
     assert summary(tmp_path / "run")["test_count"] == 10_000
 
 
