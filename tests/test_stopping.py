@@ -246,13 +246,13 @@ def test_an_exception_ends_the_run_although_loader_workers_live(technique, synth
     assert (told["state"], told["reason"]) == ("failed", "ArithmeticError: wrong on purpose")
 
 
-def test_a_loader_worker_that_is_killed_ends_the_run_with_one_line(short_dir, tmp_path):
+def test_a_loader_worker_that_is_killed_ends_the_run_with_one_line(synthetic_dir, tmp_path):
     """Out of memory, the kernel kills one of them."""
-    extra = ["--model", "linear", "--num-workers", 2, "--epochs", 5000]
-    words = script("train_single.py", *flags(short_dir, tmp_path / "run", *extra))
+    extra = ["--model", "linear", "--num-workers", 2, "--epochs", 500]
+    words = script("train_single.py", *flags(synthetic_dir, tmp_path / "run", *extra))
     process = start(*words)
     wait_until((tmp_path / "run" / "metrics.jsonl").exists, 150)
-    psutil.Process(process.pid).children()[-1].kill()  # the first is what the test started it by
+    psutil.Process(process.pid).children()[1].kill()  # 0 is a fork server
     assert "a loader worker died" in error_line(finish(process, 60), 1)
     assert status(tmp_path / "run")["state"] == "failed"
     assert "a loader worker died" in status(tmp_path / "run")["reason"]
