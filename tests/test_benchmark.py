@@ -1,10 +1,8 @@
-"""The measuring tools: what they start, count and write, on runs that only pretend.
-
-test_commands.py runs the same tools for real.
-"""
+"""The measuring tools: what they start, count and write, on runs that only pretend."""
 
 import itertools
 import json
+import sys
 from pathlib import Path
 
 import benchmark
@@ -14,7 +12,7 @@ import sweep
 import torch
 import trial
 
-from tests.processes import Finished, succeed
+from tests.processes import ROOT, Finished, run, succeed
 
 # Ends at once with a speed that its flags determine, so that ratios are known beforehand.
 PRETENDER = """
@@ -218,3 +216,19 @@ def test_scaling_on_given_figures(capsys):
     assert [row[0] for row in rows] == [f"{2**i:,}" for i in range(11)]
     assert rows[0][1:] == ["800", "100%", "800", "100%"]
     assert rows[-1][3:] == ["-", "-"], "DP ends with the machine"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tool", "flags", "words"),
+    [
+        ("scaling", "--model linear --batch-size 16", "link measured between two ranks"),
+        ("sweep", "--techniques single --epochs 0.1 --seeds 0 --goal 30", "reached"),
+        ("benchmark", "--quick --steps 5 --models linear --output results", "bare"),
+    ],
+)
+def test_for_real(tool, flags, words, synthetic_dir, tmp_path):
+    where = ["--device", "cpu", "--dataset", "synthetic", "--data-dir", synthetic_dir]
+    path = ROOT / "scripts" / "tools" / f"{tool}.py"
+    ended = run(sys.executable, path, *where, *flags.split(), cwd=tmp_path, timeout=290)
+    assert words in succeed(ended).stdout
