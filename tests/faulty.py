@@ -40,7 +40,7 @@ def go_wrong(when):
         flag = Path(os.environ["FAULT_FLAG"])
         if "FAULT_ONCE" in os.environ and flag.exists():
             return
-        flag.touch()
+        flag.write_text(str(os.getpid()))
     if how == "raise":
         raise ArithmeticError("wrong on purpose")
     if how in ("leave", "leave while one computes"):

@@ -1,13 +1,15 @@
 """A rank that fails: the job ends soon, and names that rank instead of a healthy one."""
 
 import json
+import os
+import signal
 import sys
 import time
 
 import pytest
 import torch.distributed as dist
 
-from tests.processes import ROOT, flags, run
+from tests.processes import ROOT, finish, flags, run, start
 from tests.test_launch import error_lines
 from utils.cluster.failures import UNKNOWN, Job, LostRank
 from utils.cluster.meeting import Meeting, Member
@@ -15,7 +17,6 @@ from utils.errors import UsageError
 
 TIMEOUT = 5  # of a collective, seconds
 SOON = 15  # after a rank went wrong the others name it; the machine is busy
-END = 60  # torchrun waits half a minute for a stopped rank
 WAITS = pytest.mark.long  # who is lost is told when a real time limit has passed
 SLOW = pytest.mark.slow
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
@@ -23,17 +24,23 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
 def fail(how, when, rank, processes, folder, *words):
     """Let one rank go wrong; return what came of it, and when it went wrong."""
-    flag, faulty = folder / "flag", ROOT / "tests" / "faulty.py"
+    flag, faulty, said = folder / "flag", ROOT / "tests" / "faulty.py", ""
     command = [*TORCHRUN, "--nproc_per_node", processes, faulty, *words]
     if "--nprocs" in words:
         command = [faulty, *words]
     variables = {"FAULT": how, "FAULT_RANK": str(rank), "FAULT_STEP": str(when)}
-    ended = run(sys.executable, *command, "--threads", 1, FAULT_FLAG=str(flag), **variables)
+    variables["FAULT_FLAG"] = str(flag)
+    process = start(sys.executable, *command, "--threads", 1, **variables)
+    if how == "stall":
+        while process.poll() is None and ".py: error: " not in said:
+            said += process.stderr.readline()
+        assert time.time() - flag.stat().st_mtime < SOON, said
+        os.kill(int(flag.read_text()), signal.SIGKILL)  # launchers wait half a minute for it
+    ended = finish(process, 60)
+    ended.stderr = said + ended.stderr
     assert ended.returncode == 1, ended.text
     assert "Exception raised from" not in ended.text, "C++ frames"
-    begin = flag.stat().st_mtime
-    assert time.time() - begin < TIMEOUT + END
-    return ended, begin
+    return ended, flag.stat().st_mtime
 
 
 def in_training(data_dir, folder):
@@ -163,9 +170,9 @@ def test_who_does_not_come_to_the_process_group_is_named(
     """Rank 0's store is that of the group: while it is stopped PyTorch waits without a limit."""
     words = flags(synthetic_dir, tmp_path / "run", "--model", "linear", "--rdzv-timeout", 6)
     ended, _ = fail(how, when, rank, processes, tmp_path, *words)
-    assert f" met rank {rank} (" in ended.text, ended.text
+    assert f" lost rank {rank} (" in ended.text, ended.text
     healthy = [other for other in range(processes) if other != rank]
-    assert not any(f"met rank {other} (" in ended.text for other in healthy), ended.text
+    assert not any(f"lost rank {other} (" in ended.text for other in healthy), ended.text
     assert "on all ports" not in ended.text, ended.text
 
 
@@ -183,7 +190,7 @@ def test_rank_0_does_not_write_the_results(how, synthetic_dir, tmp_path):
 def a_job():
     main = Member(0)
     meeting = Meeting(Member(1), 2, main)
-    meeting.store.set("member/0", json.dumps(vars(main)))
+    meeting.store.set("lost", json.dumps([[0], f"rank {main}", ""]))
     return Job(meeting, 1.0)
 
 
@@ -192,7 +199,7 @@ def test_what_nccl_says_is_recognised(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     lost = a_job().explain(RuntimeError("NCCL communicator was aborted on rank 1."), 3)
     assert isinstance(lost, LostRank)
-    assert lost.ranks == [0]  # its store, of which there is none here
+    assert lost.ranks == [0]
     assert "rank 1 lost rank 0 (" in str(lost)
     assert "at step 3" in str(lost)
     text = "ncclInvalidUsage\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 6000\n"

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from tests.processes import ROOT, finish, free_port, run, script, start
 from tests.test_launch import error_lines, wait_for_port
-from utils.cluster.meeting import COMPLETE, Meeting, Member, RendezvousError, meet
+from utils.cluster.meeting import COMPLETE, Meeting, Member, RendezvousError, meet, name
 from utils.cluster.places import Address, File
 
-Outcome = Meeting | Exception
+HOST = socket.gethostname()
 
 
 def attend(place, rank, size, outcomes, **more):
@@ -74,10 +74,10 @@ class Ranks:
 @pytest.mark.long
 def test_all_that_wait_name_the_missing(synthetic_dir):
     ranks = Ranks(synthetic_dir, 4, 10)
-    name, pids = socket.gethostname(), [ranks.start(rank).pid for rank in (0, 1)]
+    pids = [ranks.start(rank).pid for rank in (0, 1)]
     begin = time.monotonic()
     for ended in ranks.end(30):
-        assert f"2 of 4 ranks are here: 0 ({name} pid {pids[0]}), 1 (" in ended.stderr
+        assert f"2 of 4 ranks are here: 0 ({HOST} pid {pids[0]}), 1 (" in ended.stderr
         assert "missing: 2, 3. Is WORLD_SIZE" in ended.stderr
     assert time.monotonic() - begin < 15  # at the first one's deadline
 
@@ -85,8 +85,8 @@ def test_all_that_wait_name_the_missing(synthetic_dir):
 @pytest.mark.parametrize(
     ("others", "words"),
     [
-        ([[0]], "two processes claim rank 0: "),
-        ([[1], [1]], "two processes claim rank 1: "),
+        ([[0]], "two processes claim the same rank: 0 ("),
+        ([[1], [1]], "two processes claim the same rank: 1 ("),
         ([[1, "--seed", 1]], "has seed 1, rank 0 ("),
         ([[1, "--world-size", 4]], "has WORLD_SIZE 4, rank 0 ("),
     ],
@@ -108,7 +108,7 @@ def test_a_foreign_program_has_the_port(synthetic_dir):
         ranks.start(1)
         first, second = ranks.end(40)
     assert f"cannot listen on port {ranks.port} (address already in use)" in first.stderr
-    assert f"127.0.0.1:{ranks.port} (from --init-method)" in second.stderr
+    assert f"127.0.0.1:{ranks.port}" in second.stderr
     assert "no answer" in second.stderr
 
 
@@ -151,7 +151,7 @@ def test_threads_meet_in_any_order(order, place):
     for met in outcomes:
         assert isinstance(met, Meeting), met
         assert (met.mates, met.main.pid, met.interface) == ([0, 1], 1000, "")
-        assert met.name([0, 1]) == ", ".join(f"{r} ({met.main.process[:-4]}100{r})" for r in (0, 1))
+        assert name(met.store, [0, 1]) == f"0 ({HOST} pid 1000), 1 ({HOST} pid 1001)"
 
 
 def test_a_large_world_is_one_short_line(place):
@@ -164,7 +164,7 @@ def test_a_large_world_is_one_short_line(place):
 def test_a_rank_that_starts_again_leaves_the_job_alone(place):
     outcomes = meet_all(place, {"rank": 0}, {"rank": 1})
     attend(place, 1, 2, outcomes, pid=9)
-    assert "two processes claim rank 1: " in str(outcomes[-1])
+    assert "two processes claim the same rank: 1 (" in str(outcomes[-1])
     (met, _, _) = outcomes
     assert isinstance(met, Meeting)
     assert met.store.get("verdict").decode() == COMPLETE
@@ -201,14 +201,13 @@ def test_a_stale_file_does_no_harm(content, tmp_path):
     path.write_bytes(content)
     outcomes = meet_all(File(str(path)), {"rank": 1}, {"rank": 0}, pause=0.5)
     assert [type(outcome) for outcome in outcomes] == [Meeting, Meeting], outcomes
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_store_of_another_attempt_is_not_taken(tmp_path):
     """Where rank 0 was published, its nonce has to be there."""
     place = File(str(tmp_path / "meet"))
     other = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    other.set("member/0", '{"rank": 0, "nonce": "other", "facts": {"seed": "9"}}')
+    other.set("member/0", '{"rank": 0, "facts": {"seed": "9"}}')
     place.publish(other.port, "ours")
     outcomes = []
     attend(place, 1, 2, outcomes)

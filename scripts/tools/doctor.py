@@ -32,7 +32,6 @@ from collectives import largest, time_all_reduce
 import data
 from utils import config, distributed, output, signals
 from utils.cluster.launch import Job, launch
-from utils.cluster.meeting import host_identity
 from utils.device import select_devices, setup_device, usable_cores
 from utils.errors import describe
 
@@ -145,7 +144,7 @@ def facts_of_this_rank(args: argparse.Namespace) -> dict[str, Any]:
     with suppress(OSError):
         address = socket.gethostbyname(socket.gethostname())
     return {
-        "host": host_identity(),
+        "host": socket.gethostname(),
         "name": socket.gethostname(),
         "address": address,
         "versions": versions(),

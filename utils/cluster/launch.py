@@ -46,12 +46,9 @@ def launch(train: Train, args: argparse.Namespace) -> int:
 
 
 def _run_rank(train: Train, args: argparse.Namespace, given: Launch | None = None) -> int:
-    world_size = 1
-
     def start() -> int:
-        nonlocal world_size
         found = given or launchers.read_launch(args)
-        world_size = found.world_size
+        os.environ.update(RANK=str(found.rank), WORLD_SIZE=str(found.world_size))
         if found.launcher in ("torchrun", "mpirun"):  # a rank by hand may outlive its shell
             launchers.die_with_parent(found)
         try:
@@ -66,7 +63,7 @@ def _run_rank(train: Train, args: argparse.Namespace, given: Launch | None = Non
 
     # torchrun's report shows an error that passes ``record`` with its traceback. Only bugs pass it.
     status = record(errors.guard)(start) or 0
-    if world_size > 1 and given is None:
+    if given is None and os.environ.get("WORLD_SIZE", "1") != "1":
         children.end_process(status)
     return status
 
@@ -82,7 +79,6 @@ def _meet_and_train(train: Train, args: argparse.Namespace, launch: Launch) -> i
         dist.all_reduce(torch.zeros(1))
     except Exception as error:
         explained = job.explain(error)
-        job.publish_failure(explained)
         if dist.is_initialized():
             with suppress(TimeoutError):  # other ranks may not answer any more
                 call_within(DESTROY_SECONDS, dist.destroy_process_group)
@@ -116,9 +112,9 @@ def _meet(args: argparse.Namespace, launch: Launch) -> Job:
     """
     devices = select_devices(args.device, args.devices)
     backend = distributed.choose_backend(args.backend, devices[0])
-    facts = {name: str(value) for name, value in config.shared(args).items()}
-    facts |= {"torch": str(torch.__version__), "backend": backend}
-    own = Member(launch.rank, facts)
+    facts = {"WORLD_SIZE": launch.world_size, **config.shared(args)}
+    facts |= {"torch": torch.__version__, "backend": backend}
+    own = Member(launch.rank, {name: str(value) for name, value in facts.items()})
     meeting = Meeting(own, launch.world_size, own)
     if launch.world_size > 1:
         place = _meeting_place(args.init_method, launch)
@@ -133,23 +129,20 @@ def _meet(args: argparse.Namespace, launch: Launch) -> Job:
             f"{local_world_size} ranks are on this node and see {len(devices)} GPUs: start one"
             " process for each (--nproc_per_node), or try --backend gloo, whose ranks may share"
         )
-    os.environ.update(
-        RANK=str(launch.rank),
-        WORLD_SIZE=str(launch.world_size),
-        LOCAL_RANK=str(local_rank),
-        LOCAL_WORLD_SIZE=str(local_world_size),
-    )
+    os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_world_size))
     if meeting.interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", meeting.interface)
     return Job(meeting, args.rdzv_timeout)
 
 
 def _meeting_place(init_method: str, launch: Launch) -> Address:
-    if init_method.startswith("file://"):
-        return File(init_method.removeprefix("file://"))
-    if init_method.startswith("tcp://"):
-        address, _, port = init_method.removeprefix("tcp://").rpartition(":")
-        return Address(address.strip("[]"), int(port), "--init-method")
-    is_given = launch.master_addr == launchers.read_address(os.environ)
-    kind = AgentStore if launch.has_agent_store else Address
-    return kind(launch.master_addr, launch.master_port, "MASTER_ADDR" * is_given)
+    kind, _, where = init_method.partition("://")
+    if kind == "file":
+        return File(where)
+    if kind == "tcp":
+        address, _, port = where.rpartition(":")
+        return Address(address.strip("[]"), int(port))
+    # The variable alone may be left over in a shell.
+    has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    place = AgentStore if has_store and launch.launcher == "torchrun" else Address
+    return place(launch.master_addr, launch.master_port)

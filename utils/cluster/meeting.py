@@ -1,10 +1,10 @@
 """The ranks of a job meet in a store of rank 0 before anything else is set up.
 
-Rank 0 hosts a ``TCPStore`` where everybody looks for it. Each rank claims its seat there, compares
-itself with rank 0 alone, and counts itself. The last one to come writes that all are there. Whoever
-finds something wrong writes that. All wait for this one key, so nothing of the size of the world
-goes to each rank. The process group then uses the same store. Like every store of PyTorch it
-listens on all addresses of the host and asks nobody for a password.
+Rank 0 opens a ``TCPStore`` where all ranks look for it. Each rank claims its seat there, compares
+itself with rank 0 alone, and counts itself. The last rank writes that all are there. A rank that
+finds a problem writes the problem instead. All ranks wait for this one verdict, so nothing of the
+size of the world goes to each rank. The process group then uses the same store. Like every store of
+PyTorch it listens on all addresses of the host, without a password.
 """
 
 import json
@@ -13,12 +13,11 @@ import resource
 import secrets
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import islice
-from pathlib import Path
+from functools import partial
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -28,35 +27,20 @@ from utils.cluster.calls import POLL_SECONDS, call_within
 from utils.cluster.places import Address, own_addresses, probe
 from utils.errors import UsageError, UserError
 
-VERDICT_SECONDS, RANK_SECONDS = 2.0, 0.01  # for a verdict, and more of it for each rank
 COMPLETE = "complete"
 MAX_SHOWN = 8  # ranks that a message lists
 # Rank 0 has three connections of each rank to its store, and the backend's own to each rank. Each
 # rank has the backend's alone.
 HOST_DESCRIPTORS, RANK_DESCRIPTORS, OTHER_DESCRIPTORS = 4, 1, 128
-# Whoever calls bounds the whole wait.
-LONG = timedelta(hours=1)
+CONNECT_SECONDS = 4.0
+LONG = timedelta(hours=1)  # a limit of its own bounds the whole wait
 OTHER = "another program, or another job, has this port"
-# What happens at a port where no store of this job is.
+# What happens at a port that has no store of this job.
 NO_STORE = (OSError, RuntimeError, ValueError, LookupError, TypeError)
 
 
 class RendezvousError(UserError):
     """The ranks did not find each other, or do not belong together."""
-
-
-def host_identity() -> str:
-    """Return what distinguishes this host, or container, from others of the same name."""
-    parts = [socket.gethostname()]
-    with suppress(OSError):  # not Linux
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(os.readlink("/proc/self/ns/net"))
-    return " ".join(parts)
-
-
-def _cores() -> str:
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
-    return f"{sum(1 << core for core in cores):x}"
 
 
 @dataclass
@@ -65,24 +49,16 @@ class Member:
 
     Attributes:
         facts: what has to be the same everywhere, name to value.
-        host: distinguishes hosts; the first word is the name.
-        cores: those that it may run on, as a mask; ranks with the same mask share them.
-        nonce: of rank 0's store.
+        host: its name.
     """
 
     rank: int
     facts: dict[str, str] = field(default_factory=dict)
-    host: str = field(default_factory=host_identity)
+    host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
-    cores: str = field(default_factory=_cores)
-    nonce: str = ""
-
-    @property
-    def process(self) -> str:
-        return f"{self.host.partition(' ')[0]} pid {self.pid}"
 
     def __str__(self) -> str:
-        return f"{self.rank} ({self.process})"
+        return f"{self.rank} ({self.host} pid {self.pid})"
 
 
 @dataclass
@@ -95,7 +71,7 @@ class Meeting:
         store: of rank 0.
         mates: the ranks of this host, in order.
         sharing_cores: how many ranks run on the cores of this one, itself included.
-        interface: by which the hosts met; nothing where there is one host.
+        interface: by which the hosts met; nothing if there is one host.
     """
 
     own: Member
@@ -107,38 +83,43 @@ class Meeting:
     interface: str = ""
 
     @property
-    def verdict_seconds(self) -> float:
-        """Seconds for a verdict to arrive, and to be read by all."""
-        return VERDICT_SECONDS + RANK_SECONDS * self.world_size
+    def patience(self) -> float:
+        """Seconds for the store to answer, and for all ranks to read a verdict."""
+        return 2.0 + 0.01 * self.world_size
 
-    def name(self, ranks: list[int]) -> str:
-        """Return the names of the first ranks, and how many there are besides."""
-        first = [_read_member(self.store, rank) for rank in ranks[:MAX_SHOWN]]
-        return _shorten(first, len(ranks))
+
+def read_ranks(store: dist.Store, key: str) -> set[int]:
+    """Return the ranks that have appended themselves to a list."""
+    return {*map(int, store.get(key).split())} if store.check([key]) else set()
 
 
 def _read_member(store: dist.Store, rank: int) -> Member:
     return Member(**json.loads(store.get(f"member/{rank}")))
 
 
-def _shorten(items: Iterable[object], count: int) -> str:
-    """Return the first of ``count`` items for a message, and how many there are besides."""
-    more = f" and {count - MAX_SHOWN} more" if count > MAX_SHOWN else ""
-    return ", ".join(map(str, islice(items, MAX_SHOWN))) + more
+def shorten(ranks: list[int], describe: Callable[[int], object] = str) -> str:
+    """Return the first ranks for a message, and the number of the others."""
+    more = f" and {len(ranks) - MAX_SHOWN} more" if len(ranks) > MAX_SHOWN else ""
+    return ", ".join(str(describe(rank)) for rank in ranks[:MAX_SHOWN]) + more
+
+
+def name(store: dist.Store, ranks: list[int]) -> str:
+    """Return the numbers, hosts and processes of the first ranks."""
+    return shorten(ranks, partial(_read_member, store))
 
 
 def meet(place: Address, own: Member, world_size: int, seconds: float) -> Meeting:
     """Find the other ranks.
 
     Args:
-        place: where rank 0 is looked for, again and again.
+        place: where this rank looks for rank 0, again and again.
         own: this rank.
         seconds: to wait at most.
 
     Raises:
-        RendezvousError: ranks are missing, twice there, or do not belong together, or the port of
-            rank 0 is taken.
-        UsageError: the place cannot be written, or there are too few descriptors.
+        RendezvousError: ranks are missing, exist twice, or do not belong together, or another
+            program has the port of rank 0.
+        UsageError: there are too few descriptors.
         Stopped: a stop signal came.
     """
     # PyTorch looks up the name of every address that it connects to, at both ends, and one name
@@ -146,8 +127,7 @@ def meet(place: Address, own: Member, world_size: int, seconds: float) -> Meetin
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     _raise_descriptor_limit(own.rank, world_size)
     meeting = Meeting(own, world_size, own)
-    own.facts = {"WORLD_SIZE": str(world_size)} | own.facts
-    limit, function = seconds + 2 * meeting.verdict_seconds, _join if own.rank else _host
+    limit, function = seconds + 2 * meeting.patience, _join if own.rank else _host
     try:
         call_within(limit, function, meeting, place, seconds, check=signals.check)
     except TimeoutError as error:
@@ -159,8 +139,7 @@ def meet(place: Address, own: Member, world_size: int, seconds: float) -> Meetin
 
 
 def _raise_descriptor_limit(rank: int, world_size: int) -> None:
-    each = RANK_DESCRIPTORS if rank else HOST_DESCRIPTORS
-    needed = each * world_size + OTHER_DESCRIPTORS
+    needed = (RANK_DESCRIPTORS if rank else HOST_DESCRIPTORS) * world_size + OTHER_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= hard < needed:  # -1 is no limit
         raise UsageError(
@@ -172,49 +151,36 @@ def _raise_descriptor_limit(rank: int, world_size: int) -> None:
 
 
 def _host(meeting: Meeting, place: Address, seconds: float) -> None:
-    """Wait as rank 0 for all ranks."""
+    """Open the store as rank 0, and wait for all ranks."""
     deadline, own = time.monotonic() + seconds, meeting.own
-    port, own.nonce = 0 if place.is_published else place.port, secrets.token_hex(8)
-    if place.is_published:
-        _challenge(meeting, place)
+    port, nonce = (0, secrets.token_hex(8)) if place.is_published else (place.port, "")
     try:
         meeting.store = dist.TCPStore("127.0.0.1", port, None, True, LONG, False)
-        meeting.main = own  # and no rank 0 of another job, met on the way
     except RuntimeError as error:
-        _challenge(meeting, place)
+        with suppress(*NO_STORE):  # another rank 0 of this job may have the port
+            _visit(meeting, 0.0, *place.find()[0])
         reason = str(error).rpartition("message: ")[2]
         raise RendezvousError(
             f"rank {own} cannot listen on port {port} ({reason}): another program or job has it;"
             " choose another MASTER_PORT, or torchrun --standalone"
         ) from error
-    place.publish(meeting.store.port, own.nonce)
-    try:
-        _take_seat(meeting, deadline)
-    finally:
-        place.withdraw()
-
-
-def _challenge(meeting: Meeting, place: Address) -> None:
-    """Introduce a second rank 0 to the first, if there is one: all ranks get to know."""
-    with suppress(*NO_STORE):
-        for spot in place.find():
-            _visit(meeting, 0.0, *spot)
+    meeting.store.set(f"nonce/{nonce}", "")
+    place.publish(meeting.store.port, nonce)
+    _take_seat(meeting, deadline)
 
 
 def _join(meeting: Meeting, place: Address, seconds: float) -> None:
     """Look for rank 0 until it is there."""
-    deadline = time.monotonic() + seconds
+    deadline, reason = time.monotonic() + seconds, "it has not published its address"
     while True:
-        reason, spots = "it has not published its address", []
+        spots = []
         with suppress(*NO_STORE):
             spots = place.find()
         for spot in spots:
             try:
                 return _visit(meeting, deadline, *spot)
-            except OSError as error:
-                reason = error.strerror or str(error)
-            except NO_STORE:
-                reason = OTHER
+            except NO_STORE as error:
+                reason = str(getattr(error, "strerror", OTHER) or error)
         if time.monotonic() > deadline:
             raise RendezvousError(
                 f"rank {meeting.own} waited {seconds:.0f} s for rank 0 at {place}: {reason}. Rank 0"
@@ -225,112 +191,111 @@ def _join(meeting: Meeting, place: Address, seconds: float) -> None:
 
 
 def _visit(meeting: Meeting, deadline: float, host: str, port: int, nonce: str) -> None:
-    """Join rank 0 at one spot.
+    """Meet the others at an address.
 
     Raises:
-        NO_STORE: nothing listens there, rank 0 has left, or it is no store of this job.
-        RendezvousError: something is wrong.
+        NO_STORE: nothing listens there, rank 0 has left, or the store is of another job.
+        RendezvousError: the ranks cannot work together.
     """
     # By a plain connection first: PyTorch tries one in vain at great length.
     ends = probe(host, port)
     # Rank 0 of an attempt before may leave at this moment, and PyTorch goes on trying.
-    where = (ends[0], port, None, False, LONG, False)
-    meeting.store = call_within(2 * VERDICT_SECONDS, dist.TCPStore, *where)
-    if not meeting.store.check(["member/0"]):
+    store = call_within(CONNECT_SECONDS, dist.TCPStore, ends[0], port, None, False, LONG, False)
+    if not store.check([f"nonce/{nonce}", "member/0"]):
         raise ValueError("rank 0 has no seat here, or not yet")
-    meeting.main = _read_member(meeting.store, 0)
-    if nonce not in ("", meeting.main.nonce):
-        raise ValueError("another job")
-    try:
-        _take_seat(meeting, deadline, *ends)
-    except dist.DistError as error:
-        raise ConnectionError("it left before all ranks were there") from error
+    meeting.store, meeting.main = store, _read_member(store, 0)
+    _take_seat(meeting, deadline, ends)
 
 
-def _take_seat(
-    meeting: Meeting, deadline: float, main_address: str = "", address: str = ""
-) -> None:
+def _take_seat(meeting: Meeting, deadline: float, ends: tuple[str, str] = ("", "")) -> None:
     """Claim the seat of this rank, and wait until all are there.
 
     Args:
-        deadline: after which it says who is missing.
-        main_address: of rank 0, as this host reached it from
-        address.
+        deadline: of the wait.
+        ends: rank 0's address, and the address from which this host reached it.
     """
-    store, own, main = meeting.store, meeting.own, meeting.main
+    store, own, main, begin = meeting.store, meeting.own, meeting.main, time.monotonic()
     store.add("guests", 1)
-    seated = Member(
-        **json.loads(store.compare_set(f"member/{own.rank}", "", json.dumps(vars(own))))
-    )
-    if problem := _find_problem(main, seated, own):
+    entry = store.compare_set(f"member/{own.rank}", "", json.dumps(vars(own)))
+    if problem := _find_problem(main, Member(**json.loads(entry)), own):
         verdict = store.compare_set("verdict", "", problem).decode()
-        # In a job that has begun it is the problem of this rank alone.
-        _fail(meeting, problem if verdict == COMPLETE else verdict)
+        if verdict == COMPLETE:  # the others train, or are still to leave a failed attempt
+            raise ConnectionError(problem)
+        _fail(meeting, verdict)
     if own.host != main.host:
-        store.set("main_address", main_address)
+        store.set("main_address", ends[0])
+    affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ""
+    seats, cores = f"host/{own.host}", f"cores/{own.host}/{affinity}"
     store.append("seats", f"{own.rank} ")
-    store.append(f"host/{own.host}", f"{own.rank}:{own.cores} ")
+    store.append(seats, f"{own.rank} ")
+    store.add(cores, 1)
     if store.add("seated", 1) == meeting.world_size:
         store.compare_set("verdict", "", COMPLETE)
-    begin = time.monotonic()
     try:
-        store.wait(["verdict"], timedelta(seconds=max(deadline - begin, POLL_SECONDS)))
+        # Rank 0 names the missing ranks for all, unless it came much later.
+        wait = max(deadline - begin, POLL_SECONDS) + (meeting.patience if own.rank else 0.0)
+        store.wait(["verdict"], timedelta(seconds=wait))
     except dist.DistStoreError:
-        if store.add("judges", 1) > 1:  # another rank finds out for all
-            with suppress(dist.DistStoreError):
-                store.wait(["verdict"], timedelta(seconds=meeting.verdict_seconds))
-        if not store.check(["verdict"]):
-            store.compare_set("verdict", "", _describe_missing(meeting, time.monotonic() - begin))
+        store.compare_set("verdict", "", _describe_missing(meeting, time.monotonic() - begin))
     verdict = store.get("verdict").decode()
     if verdict != COMPLETE:
         _fail(meeting, verdict)
-    pairs = [pair.split(":") for pair in store.get(f"host/{own.host}").decode().split()]
-    meeting.mates = sorted(int(rank) for rank, _ in pairs)
-    meeting.sharing_cores = sum(cores == own.cores for _, cores in pairs)
-    if len(pairs) < meeting.world_size:
+    meeting.mates, meeting.sharing_cores = sorted(read_ranks(store, seats)), store.add(cores, 0)
+    if len(meeting.mates) < meeting.world_size:
         # Gloo's own choice is where the hostname resolves to: 127.0.1.1 on many a Debian, where the
         # other hosts wait in vain.
-        used = store.get("main_address").decode() if own.host == main.host else address
+        used = store.get("main_address").decode() if own.host == main.host else ends[1]
         meeting.interface = own_addresses().get(used, "")
 
 
 def _find_problem(main: Member, seated: Member, own: Member) -> str:
     """Return why this rank cannot join rank 0 and the others, or nothing."""
-    for name, value in main.facts.items():
-        if own.facts.get(name) != value:
+    for fact, value in main.facts.items():
+        if own.facts.get(fact) != value:
             return (
-                f"rank {own} has {name} {own.facts.get(name)}, rank {main} has {value}: start"
+                f"rank {own} has {fact} {own.facts.get(fact)}, rank {main} has {value}: start"
                 " every rank with the same command and packages, as many on each node"
             )
-    if seated.process != own.process:
-        return (
-            f"two processes claim rank {own.rank}: {seated.process} and {own.process}: the same"
-            " node_rank or RANK was given twice, or one rank was started again: restart all"
-        )
-    return ""
+    if seated == own:
+        return ""
+    return (
+        f"two processes claim the same rank: {seated} and {own}: the same node_rank or RANK was"
+        " given twice, or one rank was started again: restart all"
+    )
 
 
 def _describe_missing(meeting: Meeting, waited: float) -> str:
     """Return who is here, who is missing, and what the reason may be."""
-    size = meeting.world_size
-    here = sorted({int(rank) for rank in meeting.store.get("seats").decode().split()})
-    missing = _shorten((rank for rank in range(size) if rank not in here), size - len(here))
+    size, here = meeting.world_size, sorted(read_ranks(meeting.store, "seats"))
+    missing = sorted({*range(size)} - {*here})
     return (
-        f"after {waited:.0f} s {len(here)} of {size} ranks are here: {meeting.name(here)}; missing:"
-        f" {missing}. Is WORLD_SIZE (nodes * processes on each) right, MASTER_ADDR rank 0's own"
-        " address, every node started, each with its own node_rank, and this port open to all?"
+        f"after {waited:.0f} s {len(here)} of {size} ranks are here: {name(meeting.store, here)};"
+        f" missing: {shorten(missing)}. Is WORLD_SIZE (nodes * processes on each) right,"
+        " MASTER_ADDR rank 0's own address, every node started, each with its own node_rank, and"
+        " this port open to all?"
     )
 
 
-def _fail(meeting: Meeting, text: str) -> NoReturn:
+def _fail(meeting: Meeting, verdict: str) -> NoReturn:
     """Raise the error that all ranks get; one rank of each host prints it."""
-    store, error = meeting.store, RendezvousError(text)
-    error.reported_elsewhere = store.add(f"told/{meeting.own.host}", 1) > 1
-    store.add("read", 1)
-    end = time.monotonic() + meeting.verdict_seconds
-    # The store ends with rank 0, and all have to read the verdict first.
-    while meeting.main is meeting.own and time.monotonic() < end:
-        if store.add("read", 0) >= store.add("guests", 0):
-            break
-        time.sleep(POLL_SECONDS / 5)
+    error, guests = RendezvousError(verdict), meeting.store.add("guests", 0)
+    error.reported_elsewhere = read_by_all(meeting, "verdict", guests, meeting.patience)
     raise error
+
+
+def read_by_all(meeting: Meeting, key: str, readers: int, seconds: float) -> bool:
+    """Return whether another rank of this host reports what ``key`` says.
+
+    The store ends with rank 0. So rank 0 waits until all have read it.
+
+    Args:
+        readers: how many ranks will read it.
+        seconds: for rank 0 to wait at most.
+    """
+    store, end = meeting.store, time.monotonic() + seconds
+    is_reported = store.add(f"{key}/{meeting.own.host}", 1) > 1
+    read = store.add(f"{key}/read", 1)
+    while meeting.main is meeting.own and read < readers and time.monotonic() < end:
+        time.sleep(POLL_SECONDS)
+        read = store.add(f"{key}/read", 0)
+    return is_reported

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from utils.errors import UsageError
 from utils.files import replace_file
 
 AGENT_SECONDS = 5.0  # for torchrun's store to answer; it is there before the ranks are
@@ -20,24 +19,20 @@ SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 class Address:
-    """Rank 0 is looked for at an address that everybody was given.
-
-    Args:
-        source: what gave the address, for messages.
-    """
+    """Rank 0 is looked for at an address that all ranks were given."""
 
     is_published = False
 
-    def __init__(self, host: str, port: int, source: str = "") -> None:
-        self.host, self.port, self.source = host, port, source
+    def __init__(self, host: str, port: int) -> None:
+        self.host, self.port = host, port
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}" + f" (from {self.source})" * bool(self.source)
+        return f"{self.host}:{self.port}"
 
     def find(self) -> list[Any]:
         """Return where rank 0 may be; nothing as long as it has not said so.
 
-        Each entry is a host, a port, and the nonce that the store there has if it is the right one.
+        Each entry is a host, a port, and the nonce of the store there, if there is one.
 
         Raises:
             OSError, RuntimeError, ValueError, TypeError: no answer, or none of rank 0's.
@@ -45,17 +40,14 @@ class Address:
         return [(self.host, self.port, "")]
 
     def publish(self, port: int, nonce: str) -> None:
-        """Make known on which port rank 0, which is this process, listens."""
-
-    def withdraw(self) -> None:
-        """Leave nothing behind, once all ranks have met."""
+        """Write for all ranks on which port rank 0, which is this process, listens."""
 
 
 class AgentStore(Address):
     """Rank 0 publishes its port in the store that torchrun's agent keeps on the same host.
 
-    What the ranks of the attempt before left there must not be taken for this one's
-    (pytorch/pytorch#135712): a store of each attempt's own, with a nonce, takes care of that.
+    Ranks of the attempt before have left an address there, which must not count any more
+    (pytorch/pytorch#135712). It has another nonce than the store of this attempt.
     """
 
     is_published = True
@@ -76,7 +68,7 @@ class AgentStore(Address):
 class File(Address):
     """Rank 0 publishes its addresses in a file that all hosts see.
 
-    What an earlier job left there does no harm: no store has its nonce.
+    The file stays. It does no harm to a later job, since no store has its nonce any more.
     """
 
     is_published = True
@@ -91,18 +83,8 @@ class File(Address):
         return json.loads(self.path.read_bytes()) if self.path.exists() else []
 
     def publish(self, port: int, nonce: str) -> None:
-        # Loopback last: others on this host alone can use it.
-        addresses = sorted(own_addresses(), key=lambda ip: ip.startswith("127."))
-        spots = [(host, port, nonce) for host in (*addresses, socket.gethostname())]
-        try:
-            replace_file(self.path, json.dumps(spots).encode())
-        except OSError as error:
-            raise UsageError(
-                f"--init-method {self} cannot be written ({error.strerror})"
-            ) from error
-
-    def withdraw(self) -> None:
-        self.path.unlink(missing_ok=True)
+        hosts = (*own_addresses(), socket.gethostname())
+        replace_file(self.path, json.dumps([(host, port, nonce) for host in hosts]).encode())
 
 
 def probe(host: str, port: int) -> tuple[str, str]:
