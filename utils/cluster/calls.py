@@ -33,9 +33,8 @@ def call_within(
 
     deadline = time.monotonic() + seconds
     threading.Thread(target=work, daemon=True).start()
-    while not future.done():
-        wait([future], POLL_SECONDS)
+    while not wait([future], POLL_SECONDS).done:
         check()
-        if time.monotonic() > deadline and not future.done():
+        if time.monotonic() > deadline:
             raise TimeoutError("no answer")
     return future.result()

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,7 +17,7 @@ import torch.multiprocessing as mp
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from utils import output, signals
-from utils.cluster.launchers import Launch, die_with_parent, read_address, read_port
+from utils.cluster.launchers import Launch, die_with_parent, read_port
 from utils.errors import UsageError
 
 POLL_SECONDS = 0.1
@@ -37,7 +36,7 @@ def spawn(start: Callable[[Launch], int], args: argparse.Namespace) -> int:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise UsageError("--nprocs starts the processes itself: drop it, or drop torchrun")
-    address = read_address(os.environ)
+    address = os.environ.get("MASTER_ADDR", "")
     if args.nnodes > 1 and args.init_method == "env://" and not address:
         raise UsageError(
             "--nnodes needs the address of node 0: --init-method tcp://<address>:<port>, or"
@@ -50,12 +49,13 @@ def spawn(start: Callable[[Launch], int], args: argparse.Namespace) -> int:
     stopped = mp.get_context("spawn").RawValue("i", 0)
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     context = mp.start_processes(_child, (start, launch, stopped), args.nprocs, False)
-    signals.before_interrupt(lambda: _interrupt(context.processes))
-    try:
-        return _wait_for(context, first) or stopped.value
-    finally:
-        for child in context.processes:  # all children have ended, unless there was an exception
-            child.kill()
+
+    def interrupt() -> None:  # so that rank 0 can still write the state of the run
+        _send(context.processes, signal.SIGINT)
+        context.processes[0].join(signals.INTERRUPT_SECONDS / 2)
+
+    signals.before_interrupt(interrupt)
+    return _wait_for(context, first) or stopped.value
 
 
 def _child(local_rank: int, start: Callable[[Launch], int], launch: Launch, stopped: Any) -> None:
@@ -88,15 +88,6 @@ def end_process(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _interrupt(children: list[Any]) -> None:
-    """Pass on a second Ctrl-C, so that rank 0 can still write the state of the run."""
-    _send(children, signal.SIGINT)
-    # For all of them together, since this process itself has no longer.
-    deadline = time.monotonic() + signals.INTERRUPT_SECONDS / 2
-    for child in children:
-        child.join(max(0.0, deadline - time.monotonic()))
-
-
 def _send(children: list[Any], number: int) -> None:
     for child in children:
         with suppress(ProcessLookupError):
@@ -112,10 +103,11 @@ def _wait_for(context: Any, first: int) -> int:
                 forwarded = signals.received()
                 _send(context.processes, forwarded)
     except mp.ProcessExitedException as error:
-        forwarded = forwarded or signals.received()  # Ctrl-C reaches the children as well
-        if error.signal_name and not forwarded:
+        if signals.received():  # Ctrl-C reaches the children as well
+            return 128 + signals.received()
+        if error.signal_name:
             name = f"rank {first + error.error_index} (pid {error.error_pid})"
             line = f"{Path(sys.argv[0]).name}: error: {name} was killed by {error.signal_name}"
             print(line, file=sys.stderr)
-        return 128 + forwarded if forwarded else max(error.exit_code, 1)
+        return max(error.exit_code, 1)
     return 0

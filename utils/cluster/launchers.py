@@ -34,7 +34,6 @@ class Launch:
         local_rank: its number on this node, among ``local_world_size``. Both are None if only the
             meeting of all ranks can tell.
         master_addr: address of rank 0, with ``master_port``.
-        has_agent_store: whether torchrun's agent keeps a store at that address.
     """
 
     launcher: str
@@ -44,7 +43,6 @@ class Launch:
     local_world_size: int | None = None
     master_addr: str = "127.0.0.1"
     master_port: int = DEFAULT_PORT
-    has_agent_store: bool = False
 
     @property
     def is_managed(self) -> bool:
@@ -61,11 +59,9 @@ def read_launch(args: argparse.Namespace, environ: Mapping[str, str] = os.enviro
     launcher = _identify(args, environ)
     if launcher == "alone":
         return Launch(launcher)
-    if args.rank is not None and launcher != "environment":
-        raise UsageError(f"{launcher} numbers the processes: drop --rank and --world-size")
     names = NAMES.get(launcher, NAMES["torchrun"])
     rank, world_size, local_rank, local_world_size = (_number(environ, name) for name in names)
-    address, job = read_address(environ), ""
+    address, job = environ.get("MASTER_ADDR", ""), ""
     if launcher == "slurm":
         address = address or _first_slurm_host(environ)
         # All tasks of this step have the same name. A step beside it has another one.
@@ -82,17 +78,13 @@ def read_launch(args: argparse.Namespace, environ: Mapping[str, str] = os.enviro
     if rank is None or world_size is None:
         missing, other = names[:2] if rank is None else names[1::-1]
         raise UsageError(f"{other} is set and {missing} is not: set both, or use torchrun")
-    local_rank = args.local_rank if local_rank is None else local_rank
     if rank >= world_size:
         raise UsageError(
             f"RANK={rank} is not below WORLD_SIZE={world_size}: ranks count from 0"
             " (rank = node_rank * nproc_per_node + local_rank)"
         )
-    address, port = address or "127.0.0.1", read_port(environ, job)
-    # The variable alone may be left over in a shell.
-    has_store = launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    sizes = (rank, world_size, local_rank, local_world_size)
-    return Launch(launcher, *sizes, address, port, has_store)
+    sizes, port = (rank, world_size, local_rank, local_world_size), read_port(environ, job)
+    return Launch(launcher, *sizes, address or "127.0.0.1", port)
 
 
 def _identify(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
@@ -112,11 +104,6 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
     if text is not None and not re.fullmatch("[0-9]{1,9}", text):
         raise UsageError(f"{name}={text[:20]} is not a whole number below a thousand million")
     return None if text is None else int(text)
-
-
-def read_address(environ: Mapping[str, str]) -> str:
-    """Return MASTER_ADDR without spaces, which come from a file or a quoted list, or nothing."""
-    return environ.get("MASTER_ADDR", "").strip()
 
 
 def read_port(environ: Mapping[str, str], job: str = "") -> int:
