@@ -11,12 +11,13 @@ import torch.distributed as dist
 
 from tests.processes import ROOT, finish, flags, run, start
 from tests.test_launch import error_lines
-from utils.cluster.failures import UNKNOWN, Job, LostRank
+from utils.cluster.failures import ADVICE, Job, LostRank
 from utils.cluster.meeting import Meeting, Member
 from utils.errors import UsageError
 
 TIMEOUT = 5  # of a collective, seconds
 SOON = 15  # after a rank went wrong the others name it; the machine is busy
+UNKNOWN = ADVICE[True, True]
 WAITS = pytest.mark.long  # who is lost is told when a real time limit has passed
 SLOW = pytest.mark.slow
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")

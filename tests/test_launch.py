@@ -299,11 +299,6 @@ def test_flags_that_contradict_each_other(flags, words, capsys):
             {"OMPI_COMM_WORLD_RANK": "0"},
             "OMPI_COMM_WORLD_RANK is set and OMPI_COMM_WORLD_SIZE is not",
         ),
-        (
-            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
-            | {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-            "mpirun over several hosts does not say where rank 0 is",
-        ),
     ],
 )
 def test_variables_that_contradict_each_other(variables, words):

@@ -2,16 +2,13 @@
 
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
 
 POLL_SECONDS = 0.05
 
 
-def call_within(
-    seconds: float, function: Any, *args: Any, check: Callable[[], None] = lambda: None
-) -> Any:
+def call_within(seconds: float, function: Any, *args: Any, check: Any = lambda: None) -> Any:
     """Return ``function(*args)``, called in a thread that is left behind if it does not return.
 
     PyTorch's stores wait without a limit for a host that is stopped. Resolvers wait for minutes.

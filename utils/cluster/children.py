@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-import multiprocessing
 import os
 import signal
 import sys
@@ -17,10 +16,10 @@ import torch.multiprocessing as mp
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from utils import output, signals
+from utils.cluster.calls import POLL_SECONDS
 from utils.cluster.launchers import Launch, die_with_parent, read_port
 from utils.errors import UsageError
 
-POLL_SECONDS = 0.1
 # After a rank has failed, the others get SIGTERM after this time, and SIGKILL after twice this
 # time. They need this time to find out who is lost (failures.BUSY_SECONDS), and to destroy the
 # process group (launch.DESTROY_SECONDS).
@@ -64,8 +63,8 @@ def _child(local_rank: int, start: Callable[[Launch], int], launch: Launch, stop
     # A child inherits the start method spawn. With it each loader worker would import torch again.
     mp.set_start_method(None, force=True)
     die_with_parent(launch)
-    parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:  # it died before the request
+    # The parent may have died before the request.
+    if os.getppid() != mp.parent_process().pid:  # type: ignore[union-attr]
         os._exit(1)
     try:
         status = start(replace(launch, rank=launch.rank + local_rank, local_rank=local_rank))

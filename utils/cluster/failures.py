@@ -24,13 +24,10 @@ from utils.errors import UsageError, UserError, describe
 
 # They raise bare RuntimeErrors.
 OF_BACKEND = ("gloo/transport", "timeout caused pair closure", "NCCL")
-UNKNOWN = (
-    "it crashed, left, stalled or was slower than --timeout; its own output says more"
-    " (op.preamble.length: it called another collective, or its model took another branch)"
-)
 # By whether a rank is lost, and whether there is a process group.
 ADVICE = {
-    (True, True): UNKNOWN,
+    (True, True): "it crashed, left, stalled or was slower than --timeout; its own output says more"
+    " (op.preamble.length: it called another collective, or its model took another branch)",
     (True, False): "it crashed, left, stalled or still prepares its data (then prepare it"
     " beforehand, or raise --rdzv-timeout)",
     (False, True): "one rank called a collective that the others did not, or was slower than"
@@ -69,9 +66,8 @@ class Job:
         self.meeting, self.rdzv_timeout = meeting, rdzv_timeout
         self.store, self.rank, self.world_size = meeting.store, meeting.own.rank, meeting.world_size
         self.ranks_sharing_cores = meeting.sharing_cores
+        self.is_called, self.lock = threading.Event(), threading.Lock()  # called: a rank has failed
         self.has_failed = False  # the main thread prints an error
-        self.is_called = threading.Event()  # a rank calls the roll
-        self.lock = threading.Lock()
         self.error: LostRank | None = None
         if self.world_size > 1:
             threading.Thread(target=self._answer, daemon=True).start()

@@ -54,10 +54,11 @@ def _run_rank(train: Train, args: argparse.Namespace, given: Launch | None = Non
         try:
             return _meet_and_train(train, args, found)
         except UserError as error:
-            if isinstance(error, Stopped) and found.is_managed:
+            is_managed = found.launcher in launchers.MANAGED
+            if isinstance(error, Stopped) and is_managed:
                 error.exit_status = 0
             error.reported_elsewhere = _is_reported(error, found)
-            if error.reported_elsewhere and error.exit_status and found.is_managed:
+            if error.reported_elsewhere and error.exit_status and is_managed:
                 errors.let_another_rank_report()
             raise
 
@@ -79,15 +80,14 @@ def _meet_and_train(train: Train, args: argparse.Namespace, launch: Launch) -> i
         dist.all_reduce(torch.zeros(1))
     except Exception as error:
         explained = job.explain(error)
-        if dist.is_initialized():
-            with suppress(TimeoutError):  # other ranks may not answer any more
-                call_within(DESTROY_SECONDS, dist.destroy_process_group)
+        with suppress(Exception):  # there may be none, or other ranks do not answer any more
+            call_within(DESTROY_SECONDS, dist.destroy_process_group)
         if explained is error:
             raise
         raise explained from error
     dist.destroy_process_group()
     # A launcher treats any other status as a crash, and may start a stopped run again.
-    return 0 if launch.is_managed and status > 128 else status
+    return 0 if launch.launcher in launchers.MANAGED and status > 128 else status
 
 
 def _is_reported(error: UserError, launch: Launch) -> bool:
@@ -115,14 +115,13 @@ def _meet(args: argparse.Namespace, launch: Launch) -> Job:
     facts = {"WORLD_SIZE": launch.world_size, **config.shared(args)}
     facts |= {"torch": torch.__version__, "backend": backend}
     own = Member(launch.rank, {name: str(value) for name, value in facts.items()})
-    meeting = Meeting(own, launch.world_size, own)
+    met = Meeting(own, launch.world_size, own)
     if launch.world_size > 1:
         place = _meeting_place(args.init_method, launch)
-        meeting = meet(place, own, launch.world_size, args.rdzv_timeout)
-    local_rank = launch.local_rank
-    if local_rank is None:  # tcp:// and file:// give none
-        local_rank = meeting.mates.index(launch.rank)
-    local_world_size = launch.local_world_size or len(meeting.mates)
+        met = meet(place, own, launch.world_size, args.rdzv_timeout)
+    # tcp:// and file:// give no local rank.
+    local_rank = met.mates.index(launch.rank) if launch.local_rank is None else launch.local_rank
+    local_world_size = launch.local_world_size or len(met.mates)
     # A launcher may show each rank one GPU, which is then number 0 for all of them.
     if backend == "nccl" and local_world_size > len(devices) > 1:
         raise UsageError(
@@ -130,9 +129,9 @@ def _meet(args: argparse.Namespace, launch: Launch) -> Job:
             " process for each (--nproc_per_node), or try --backend gloo, whose ranks may share"
         )
     os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_world_size))
-    if meeting.interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", meeting.interface)
-    return Job(meeting, args.rdzv_timeout)
+    if met.interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", met.interface)
+    return Job(met, args.rdzv_timeout)
 
 
 def _meeting_place(init_method: str, launch: Launch) -> Address:

@@ -14,6 +14,7 @@ from utils.errors import UsageError
 
 DEFAULT_PORT = 29500
 PR_SET_PDEATHSIG = 1  # prctl(2)
+MANAGED = ("torchrun", "slurm", "mpirun")  # they treat a stopped rank as a crashed one
 
 # The names of each launcher for rank, world size, local rank and local world size.
 NAMES = {
@@ -44,11 +45,6 @@ class Launch:
     master_addr: str = "127.0.0.1"
     master_port: int = DEFAULT_PORT
 
-    @property
-    def is_managed(self) -> bool:
-        """Whether the launcher would treat a stopped rank as a crashed one."""
-        return self.launcher in ("torchrun", "slurm", "mpirun")
-
 
 def read_launch(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Launch:
     """Return what the launcher's variables and the flags say.
@@ -61,28 +57,18 @@ def read_launch(args: argparse.Namespace, environ: Mapping[str, str] = os.enviro
         return Launch(launcher)
     names = NAMES.get(launcher, NAMES["torchrun"])
     rank, world_size, local_rank, local_world_size = (_number(environ, name) for name in names)
-    address, job = environ.get("MASTER_ADDR", ""), ""
+    address, job = environ.get("MASTER_ADDR", ""), environ.get("PMIX_NAMESPACE", "")  # of mpirun
     if launcher == "slurm":
         address = address or _first_slurm_host(environ)
         # All tasks of this step have the same name. A step beside it has another one.
         job = f"{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
-    if launcher == "mpirun":
-        job = environ.get("PMIX_NAMESPACE", "")  # its name of the job
-        if not address and world_size != local_world_size and args.init_method == "env://":
-            raise UsageError(
-                "mpirun over several hosts does not say where rank 0 is: add"
-                " -x MASTER_ADDR=<address of the first host>"
-            )
     if args.rank is not None:
         rank, world_size = args.rank, args.world_size
     if rank is None or world_size is None:
         missing, other = names[:2] if rank is None else names[1::-1]
         raise UsageError(f"{other} is set and {missing} is not: set both, or use torchrun")
     if rank >= world_size:
-        raise UsageError(
-            f"RANK={rank} is not below WORLD_SIZE={world_size}: ranks count from 0"
-            " (rank = node_rank * nproc_per_node + local_rank)"
-        )
+        raise UsageError(f"RANK={rank} is not below WORLD_SIZE={world_size}: ranks count from 0")
     sizes, port = (rank, world_size, local_rank, local_world_size), read_port(environ, job)
     return Launch(launcher, *sizes, address or "127.0.0.1", port)
 
@@ -129,7 +115,6 @@ def die_with_parent(launch: Launch) -> None:
     SIGTERM is a stop request, on which all ranks agree. If the job has other nodes, the signal is
     SIGKILL. The other nodes then notice a failure and start again, instead of stopping.
     """
-    is_one_node = launch.local_world_size == launch.world_size
-    number = signal.SIGTERM if is_one_node else signal.SIGKILL
+    number = signal.SIGTERM if launch.local_world_size == launch.world_size else signal.SIGKILL
     with suppress(OSError, AttributeError):  # Linux alone has it
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

@@ -13,18 +13,17 @@ import resource
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 
 from utils import signals
 from utils.cluster.calls import POLL_SECONDS, call_within
-from utils.cluster.places import Address, own_addresses, probe
+from utils.cluster.places import Address, AgentStore, File, own_addresses, probe
 from utils.errors import UsageError, UserError
 
 COMPLETE = "complete"
@@ -68,6 +67,7 @@ class Meeting:
     Attributes:
         own: this rank.
         main: rank 0.
+        patience: seconds for the store to answer, and for all ranks to read a verdict.
         store: of rank 0.
         mates: the ranks of this host, in order.
         sharing_cores: how many ranks run on the cores of this one, itself included.
@@ -77,15 +77,11 @@ class Meeting:
     own: Member
     world_size: int
     main: Member
+    patience: float = 2.0
     store: Any = field(default_factory=dist.HashStore)  # in the stubs a store has no append
     mates: list[int] = field(default_factory=lambda: [0])
     sharing_cores: int = 1
     interface: str = ""
-
-    @property
-    def patience(self) -> float:
-        """Seconds for the store to answer, and for all ranks to read a verdict."""
-        return 2.0 + 0.01 * self.world_size
 
 
 def read_ranks(store: dist.Store, key: str) -> set[int]:
@@ -97,15 +93,11 @@ def _read_member(store: dist.Store, rank: int) -> Member:
     return Member(**json.loads(store.get(f"member/{rank}")))
 
 
-def shorten(ranks: list[int], describe: Callable[[int], object] = str) -> str:
-    """Return the first ranks for a message, and the number of the others."""
-    more = f" and {len(ranks) - MAX_SHOWN} more" if len(ranks) > MAX_SHOWN else ""
-    return ", ".join(str(describe(rank)) for rank in ranks[:MAX_SHOWN]) + more
-
-
-def name(store: dist.Store, ranks: list[int]) -> str:
-    """Return the numbers, hosts and processes of the first ranks."""
-    return shorten(ranks, partial(_read_member, store))
+def name(store: dist.Store, ranks: Sequence[int]) -> str:
+    """Return the first ranks for a message, with their processes, and the number of the others."""
+    are_here = {rank: store.check([f"member/{rank}"]) for rank in ranks[:MAX_SHOWN]}
+    first = [str(_read_member(store, r) if is_here else r) for r, is_here in are_here.items()]
+    return ", ".join(first) + f" and {len(ranks) - MAX_SHOWN} more" * (len(ranks) > MAX_SHOWN)
 
 
 def meet(place: Address, own: Member, world_size: int, seconds: float) -> Meeting:
@@ -126,7 +118,7 @@ def meet(place: Address, own: Member, world_size: int, seconds: float) -> Meetin
     # server that does not answer takes ten seconds. glibc reads this at its first lookup.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     _raise_descriptor_limit(own.rank, world_size)
-    meeting = Meeting(own, world_size, own)
+    meeting = Meeting(own, world_size, own, 2.0 + 0.01 * world_size)
     limit, function = seconds + 2 * meeting.patience, _join if own.rank else _host
     try:
         call_within(limit, function, meeting, place, seconds, check=signals.check)
@@ -153,16 +145,17 @@ def _raise_descriptor_limit(rank: int, world_size: int) -> None:
 def _host(meeting: Meeting, place: Address, seconds: float) -> None:
     """Open the store as rank 0, and wait for all ranks."""
     deadline, own = time.monotonic() + seconds, meeting.own
-    port, nonce = (0, secrets.token_hex(8)) if place.is_published else (place.port, "")
+    is_published = isinstance(place, AgentStore | File)
+    port, nonce = (0, secrets.token_hex(8)) if is_published else (place.port, "")
     try:
         meeting.store = dist.TCPStore("127.0.0.1", port, None, True, LONG, False)
     except RuntimeError as error:
         with suppress(*NO_STORE):  # another rank 0 of this job may have the port
-            _visit(meeting, 0.0, *place.find()[0])
+            _visit(meeting, 0.0, *place.find())
         reason = str(error).rpartition("message: ")[2]
         raise RendezvousError(
-            f"rank {own} cannot listen on port {port} ({reason}): another program or job has it;"
-            " choose another MASTER_PORT, or torchrun --standalone"
+            f"rank {own} cannot listen on port {port} ({reason}): choose another MASTER_PORT, or"
+            " torchrun --standalone"
         ) from error
     meeting.store.set(f"nonce/{nonce}", "")
     place.publish(meeting.store.port, nonce)
@@ -171,21 +164,17 @@ def _host(meeting: Meeting, place: Address, seconds: float) -> None:
 
 def _join(meeting: Meeting, place: Address, seconds: float) -> None:
     """Look for rank 0 until it is there."""
-    deadline, reason = time.monotonic() + seconds, "it has not published its address"
+    deadline = time.monotonic() + seconds
     while True:
-        spots = []
-        with suppress(*NO_STORE):
-            spots = place.find()
-        for spot in spots:
-            try:
-                return _visit(meeting, deadline, *spot)
-            except NO_STORE as error:
-                reason = str(getattr(error, "strerror", OTHER) or error)
+        try:
+            return _visit(meeting, deadline, *place.find())
+        except NO_STORE as error:
+            reason = str(getattr(error, "strerror", OTHER) or error)
         if time.monotonic() > deadline:
             raise RendezvousError(
                 f"rank {meeting.own} waited {seconds:.0f} s for rank 0 at {place}: {reason}. Rank 0"
-                " is missing (of the others nothing is known): was it started, are MASTER_ADDR and"
-                " MASTER_PORT its own, and is the port open to this host?"
+                " is missing: was it started, are MASTER_ADDR and MASTER_PORT its own, and is the"
+                " port open to this host?"
             )
         time.sleep(POLL_SECONDS)
 
@@ -217,11 +206,9 @@ def _take_seat(meeting: Meeting, deadline: float, ends: tuple[str, str] = ("", "
     store, own, main, begin = meeting.store, meeting.own, meeting.main, time.monotonic()
     store.add("guests", 1)
     entry = store.compare_set(f"member/{own.rank}", "", json.dumps(vars(own)))
-    if problem := _find_problem(main, Member(**json.loads(entry)), own):
-        verdict = store.compare_set("verdict", "", problem).decode()
-        if verdict == COMPLETE:  # the others train, or are still to leave a failed attempt
-            raise ConnectionError(problem)
-        _fail(meeting, verdict)
+    problem = _find_problem(main, Member(**json.loads(entry)), own)
+    if problem and store.compare_set("verdict", "", problem).decode() == COMPLETE:
+        raise ConnectionError(problem)  # the others train, or are still to leave a failed attempt
     if own.host != main.host:
         store.set("main_address", ends[0])
     affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ""
@@ -239,7 +226,9 @@ def _take_seat(meeting: Meeting, deadline: float, ends: tuple[str, str] = ("", "
         store.compare_set("verdict", "", _describe_missing(meeting, time.monotonic() - begin))
     verdict = store.get("verdict").decode()
     if verdict != COMPLETE:
-        _fail(meeting, verdict)
+        error, guests = RendezvousError(verdict), store.add("guests", 0)
+        error.reported_elsewhere = read_by_all(meeting, "verdict", guests, meeting.patience)
+        raise error
     meeting.mates, meeting.sharing_cores = sorted(read_ranks(store, seats)), store.add(cores, 0)
     if len(meeting.mates) < meeting.world_size:
         # Gloo's own choice is where the hostname resolves to: 127.0.1.1 on many a Debian, where the
@@ -270,17 +259,9 @@ def _describe_missing(meeting: Meeting, waited: float) -> str:
     missing = sorted({*range(size)} - {*here})
     return (
         f"after {waited:.0f} s {len(here)} of {size} ranks are here: {name(meeting.store, here)};"
-        f" missing: {shorten(missing)}. Is WORLD_SIZE (nodes * processes on each) right,"
-        " MASTER_ADDR rank 0's own address, every node started, each with its own node_rank, and"
-        " this port open to all?"
+        f" missing: {name(meeting.store, missing)}. Is WORLD_SIZE (nodes * processes on each) right"
+        ", was every node started with its own node_rank, and is this port open to all?"
     )
-
-
-def _fail(meeting: Meeting, verdict: str) -> NoReturn:
-    """Raise the error that all ranks get; one rank of each host prints it."""
-    error, guests = RendezvousError(verdict), meeting.store.add("guests", 0)
-    error.reported_elsewhere = read_by_all(meeting, "verdict", guests, meeting.patience)
-    raise error
 
 
 def read_by_all(meeting: Meeting, key: str, readers: int, seconds: float) -> bool:

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import secrets
 import socket
 import struct
 from contextlib import suppress
@@ -21,23 +22,19 @@ SIOCGIFADDR = 0x8915  # netdevice(7)
 class Address:
     """Rank 0 is looked for at an address that all ranks were given."""
 
-    is_published = False
-
     def __init__(self, host: str, port: int) -> None:
         self.host, self.port = host, port
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 
-    def find(self) -> list[Any]:
-        """Return where rank 0 may be; nothing as long as it has not said so.
-
-        Each entry is a host, a port, and the nonce of the store there, if there is one.
+    def find(self) -> Any:
+        """Return where rank 0 may be: a host, a port, and the nonce of the store there, if any.
 
         Raises:
-            OSError, RuntimeError, ValueError, TypeError: no answer, or none of rank 0's.
+            OSError, RuntimeError, ValueError: no answer, or none of rank 0's.
         """
-        return [(self.host, self.port, "")]
+        return self.host, self.port, ""
 
     def publish(self, port: int, nonce: str) -> None:
         """Write for all ranks on which port rank 0, which is this process, listens."""
@@ -50,7 +47,6 @@ class AgentStore(Address):
     (pytorch/pytorch#135712). It has another nonce than the store of this attempt.
     """
 
-    is_published = True
     KEY = "where_rank_0_is"
 
     @cached_property
@@ -58,11 +54,13 @@ class AgentStore(Address):
         timeout = timedelta(seconds=AGENT_SECONDS)
         return dist.TCPStore(self.host, self.port, None, False, timeout, wait_for_workers=False)
 
-    def find(self) -> list[Any]:
-        return json.loads(self.store.get(self.KEY)) if self.store.check([self.KEY]) else []
+    def find(self) -> Any:
+        if not self.store.check([self.KEY]):
+            raise OSError("it has not published its address")
+        return json.loads(self.store.get(self.KEY))
 
     def publish(self, port: int, nonce: str) -> None:
-        self.store.set(self.KEY, json.dumps([(self.host, port, nonce)]))
+        self.store.set(self.KEY, json.dumps([self.host, port, nonce]))
 
 
 class File(Address):
@@ -71,16 +69,14 @@ class File(Address):
     The file stays. It does no harm to a later job, since no store has its nonce any more.
     """
 
-    is_published = True
-
     def __init__(self, path: str) -> None:
         self.path = Path(path)
 
     def __str__(self) -> str:
         return f"file://{self.path}"
 
-    def find(self) -> list[Any]:
-        return json.loads(self.path.read_bytes()) if self.path.exists() else []
+    def find(self) -> Any:
+        return secrets.choice(json.loads(self.path.read_bytes()))  # it is asked again and again
 
     def publish(self, port: int, nonce: str) -> None:
         hosts = (*own_addresses(), socket.gethostname())
