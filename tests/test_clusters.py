@@ -224,12 +224,12 @@ def job_state(slurm, job):
 
 
 def wait_for(slurm, job, output, words, seconds):
-    deadline = time.monotonic() + seconds
-    while not output.exists() or words not in output.read_text():
-        text = output.read_text() if output.exists() else "no output yet"
+    deadline, text = time.monotonic() + seconds, ""
+    while words not in text:
         assert time.monotonic() < deadline, f"{job_state(slurm, job)}: {text}"
         time.sleep(0.3)
-    return output.read_text()
+        text = output.read_text() if output.exists() else ""
+    return text
 
 
 @pytest.mark.parametrize("options", [ONE_NODE, TWO_NODES], ids=["1", "2"])

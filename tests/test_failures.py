@@ -102,23 +102,18 @@ def test_without_a_launcher_too(how, synthetic_dir, tmp_path):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("frozen", "rank 1 has 1.weight: float32 (256, 784), frozen, rank 0 float32 (256, 784)"),
-        pytest.param("batches", "rank 1 has ", marks=SLOW),
+        ("frozen", "1.weight: float32 (256, 784), frozen, rank 0 float32 (256, 784)"),
+        ("batches", "training data: "),
     ],
 )
 def test_ranks_that_differ_are_named_before_the_first_step(how, message, synthetic_dir, tmp_path):
     """Otherwise the first would hang in its last batch; the others compute nonsense or crash."""
     words = flags(synthetic_dir, tmp_path / "run", "--model", "mlp", "--nprocs", 2)
-    (tmp_path / "flag").touch()
-    ended = run(
-        *(sys.executable, ROOT / "tests" / "faulty.py", *words),
-        FAULT=how,
-        FAULT_RANK="1",
-        FAULT_STEP="never",
-    )
+    fault = {"FAULT": how, "FAULT_RANK": "1", "FAULT_STEP": "never"}
+    ended = run(sys.executable, ROOT / "tests" / "faulty.py", *words, **fault)
     assert ended.returncode == 2, ended.text
     (line,) = error_lines(ended)
-    assert message in line
+    assert f"rank 1 has {message}" in line
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 

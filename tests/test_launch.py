@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.documents import rows, section
 from tests.processes import (
     ROOT,
     environment,
+    error_line,
     finish,
     free_port,
     run,
@@ -31,10 +33,15 @@ from utils.cluster import launch as launching
 from utils.cluster import launchers
 from utils.cluster.launchers import Launch
 from utils.cluster.meeting import Meeting, Member
+from utils.cluster.places import Address, AgentStore
 from utils.errors import UsageError
 
 SHORT = "--dataset synthetic --model linear --max-steps 20 --threads 1 --no-progress"
 ONCE = ROOT / "tests" / "faulty.py"
+
+
+# Their tests are in test_clusters.py and test_hosts.py.
+ELSEWHERE = ("srun", "mpirun", "sbatch", "script, over ssh")
 
 
 @dataclass(frozen=True)
@@ -46,13 +53,11 @@ class Row:
         command: literally. $HOST0 and $PORT are where rank 0 is, $NODE is the node's number, and
             $SHARED a folder that all nodes see.
         nodes: on how many the command is given.
-        slow: whether its test takes a minute, or needs more than this project.
     """
 
     method: str
     command: str
     nodes: int = 1
-    slow: bool = False
 
     @property
     def is_script(self):
@@ -60,90 +65,16 @@ class Row:
 
     @property
     def marks(self):
-        return [pytest.mark.slow] * self.slow + [pytest.mark.long] * self.is_script
+        is_slow = self.method == "torchrun, elastic"
+        return [pytest.mark.slow] * is_slow + [pytest.mark.long] * self.is_script
 
 
+TABLE = rows(section(ROOT / "docs" / "launching.md", "Every way to launch it").text)[1:]
 LAUNCH_TABLE = [
-    Row("torchrun, one node", "torchrun --standalone --nproc_per_node 2 train_ddp.py"),
-    Row("no launcher, one node", "python train_ddp.py --nprocs 2"),
-    Row("script, one node", "NPROC_PER_NODE=2 scripts/run_torchrun.sh"),
-    Row(
-        "torch.distributed.launch",
-        "python -m torch.distributed.launch --nproc_per_node 2 train_ddp.py",
-    ),
-    Row(
-        "torch.distributed.launch, environment",
-        "python -m torch.distributed.launch --use_env --nproc_per_node 2 train_ddp.py",
-        slow=True,
-    ),
-    Row(
-        "torch.distributed.launch, several nodes",
-        "python -m torch.distributed.launch --nnodes 2 --node_rank $NODE --master_addr $HOST0"
-        " --master_port $PORT --nproc_per_node 1 train_ddp.py",
-        nodes=2,
-        slow=True,
-    ),
-    Row(
-        "torchrun, static",
-        "torchrun --nnodes 2 --node_rank $NODE --master_addr $HOST0 --master_port $PORT"
-        " --nproc_per_node 1 --rdzv-conf timeout=120 train_ddp.py",
-        nodes=2,
-    ),
-    Row(
-        "torchrun, c10d",
-        "torchrun --nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint $HOST0:$PORT"
-        " --rdzv_id job1 --rdzv-conf join_timeout=120 train_ddp.py",
-        nodes=2,
-    ),
-    Row(
-        "torchrun, elastic",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:2 --max_restarts 3"
-        " --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint $HOST0:$PORT --rdzv_id job1"
-        " --rdzv-conf join_timeout=120,last_call_timeout=10 train_ddp.py",
-        nodes=2,
-        slow=True,
-    ),
-    Row(
-        "script, several nodes",
-        "NNODES=2 NPROC_PER_NODE=1 MASTER_ADDR=$HOST0 MASTER_PORT=$PORT scripts/run_torchrun.sh",
-        nodes=2,
-    ),
-    Row(
-        "no launcher, several nodes",
-        "python train_ddp.py --nprocs 1 --nnodes 2 --node-rank $NODE"
-        " --init-method tcp://$HOST0:$PORT",
-        nodes=2,
-    ),
-    Row(
-        "variables by hand",
-        "RANK=$NODE WORLD_SIZE=2 MASTER_ADDR=$HOST0 MASTER_PORT=$PORT python train_ddp.py",
-        nodes=2,
-        slow=True,
-    ),
-    Row(
-        "--init-method env://",
-        "MASTER_ADDR=$HOST0 MASTER_PORT=$PORT"
-        " python train_ddp.py --init-method env:// --rank $NODE --world-size 2",
-        nodes=2,
-        slow=True,
-    ),
-    Row(
-        "--init-method tcp://",
-        "python train_ddp.py --init-method tcp://$HOST0:$PORT --rank $NODE --world-size 2",
-        nodes=2,
-    ),
-    Row(
-        "--init-method file://",
-        "python train_ddp.py --init-method file://$SHARED/meet --rank $NODE --world-size 2",
-        nodes=2,
-    ),
-    # The tests of these three are in test_clusters.py and test_hosts.py.
-    Row("srun", "srun --ntasks 2 python train_ddp.py"),
-    Row("mpirun", "mpirun -n 2 python train_ddp.py"),
-    Row("sbatch", "sbatch --nodes 2 --ntasks-per-node 8 --gpus-per-node 8 scripts/slurm.sbatch"),
-    Row("script, over ssh", 'HOSTS="node0 node1" scripts/run_ssh.sh'),
+    Row(method, code.strip("`"), 2 if "$HOST0" in code or "$SHARED" in code else 1)
+    for method, code, _ in TABLE
 ]
-ELSEWHERE = ("srun", "mpirun", "sbatch", "script, over ssh")
+assert len(LAUNCH_TABLE) == 19
 
 
 def row(method):
@@ -199,11 +130,10 @@ def expected(synthetic_dir, tmp_path_factory):
         if row.method not in ELSEWHERE
     ],
 )
-def test_every_way_reaches_the_same_weights(row, synthetic_dir, tmp_path, expected, request):
-    """With ``--all`` by the very command; in the quick run the launch scripts alone."""
+def test_every_way_reaches_the_same_weights(row, synthetic_dir, tmp_path, expected):
+    """A shell starts the launch scripts, and the same commands in test_hosts.py."""
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
-    literal = row.is_script or request.config.getoption("--all")
-    for ended in finish_all(launch(row, flags, tmp_path, literal), 90):
+    for ended in finish_all(launch(row, flags, tmp_path, row.is_script), 90):
         assert ended.returncode == 0, ended.text
         assert "resource_tracker" not in ended.stderr, "a semaphore was left"
     found = summary(tmp_path / "run")
@@ -214,9 +144,7 @@ def test_every_way_reaches_the_same_weights(row, synthetic_dir, tmp_path, expect
 @pytest.mark.slow
 def test_an_elastic_job_grows_and_shrinks(synthetic_dir, tmp_path):
     """One node begins, a second joins, and the first goes on when that one is killed."""
-    command = row("torchrun, elastic").command.replace(
-        "last_call_timeout=10", "last_call_timeout=3"
-    )
+    command = row("torchrun, elastic").command.replace("timeout=10", "timeout=3")
     flags = (
         f"--dataset synthetic --data-dir {synthetic_dir} --model linear --epochs 100000 --threads 1"
         f" --no-progress --no-tensorboard --run-dir {tmp_path}/run"
@@ -258,18 +186,17 @@ def test_an_elastic_job_grows_and_shrinks(synthetic_dir, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "status", "words"),
+    ("flags", "words"),
     [
-        ("--backend nccl --device cpu", 2, "--backend nccl"),
-        ("--nprocs 2 --nnodes 2", 2, "--nnodes needs the address of node 0"),
+        ("--backend nccl --device cpu", "--backend nccl"),
+        ("--nprocs 2 --nnodes 2", "--nnodes needs the address of node 0"),
+        ("--nprocs 3 --backend mpi", "--backend mpi"),  # one line for all ranks
     ],
 )
-def test_what_cannot_work_is_told_in_one_line(flags, status, words, synthetic_dir):
+def test_what_cannot_work_is_told_in_one_line(flags, words, synthetic_dir):
     common = ["--dataset", "synthetic", "--data-dir", synthetic_dir]
     ended = run(*script("train_ddp.py", *common, *flags.split()), timeout=30)
-    assert ended.returncode == status, ended.text
-    assert words in ended.stderr
-    assert len(ended.stderr.splitlines()) == 1, ended.stderr
+    assert words in error_line(ended)
 
 
 @pytest.mark.parametrize(
@@ -315,16 +242,10 @@ SLURM["SLURM_STEP_NUM_TASKS"] = "4"
     ("variables", "expected"),
     [
         ({}, Launch("alone")),
-        # Left over in a shell: nobody keeps a store there.
-        ({"TORCHELASTIC_USE_AGENT_STORE": "True"}, Launch("alone")),
-        (
-            {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"},
-            Launch("environment", 1, 2),
-        ),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, Launch("environment", 1, 2)),
         (
             {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-            | {"MASTER_ADDR": "h", "MASTER_PORT": "7", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-            | {"TORCHELASTIC_RUN_ID": "none"},
+            | {"MASTER_ADDR": "h", "MASTER_PORT": "7", "TORCHELASTIC_RUN_ID": "none"},
             Launch("torchrun", 1, 4, 1, 2, "h", 7),
         ),
         (
@@ -344,6 +265,14 @@ def test_what_a_launcher_says(variables, expected):
     assert launchers.read_launch(args, variables) == expected
 
 
+def test_a_variable_of_torchrun_that_is_left_in_a_shell_does_no_harm(monkeypatch):
+    """Where torchrun did not start this process, its agent keeps no store."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    launches = Launch("environment", 1, 2), Launch("torchrun", 1, 2)
+    places = [launching._meeting_place("env://", launch) for launch in launches]
+    assert [type(place) for place in places] == [Address, AgentStore]
+
+
 @pytest.mark.parametrize("wrong", [["--backend", "mpi"], ["--epochs", "none"]])
 def test_one_line_for_all_ranks_of_torchrun(wrong):
     """Also where rank 0, which has to say it, is the last to find out."""
@@ -354,23 +283,9 @@ def test_one_line_for_all_ranks_of_torchrun(wrong):
     assert len(error_lines(ended)) == 1, ended.text
 
 
-def test_one_line_for_all_ranks_without_a_launcher(synthetic_dir):
-    """Before any process group, also for a device that no backend knows."""
-    code = (
-        "import sys; sys.path.insert(0, '.'); import utils.early, torch, train_ddp\n"
-        "from utils.cluster import launch\n"
-        "launch.select_devices = lambda *names: [torch.device('mps')]\n"
-        "if __name__ == '__main__': sys.exit(train_ddp.main())"
-    )
-    common = ["--dataset", "synthetic", "--data-dir", synthetic_dir]
-    for command, words in (
-        (script("train_ddp.py", *common, "--backend", "mpi", "--nprocs", 3), "--backend mpi"),
-        ([sys.executable, "-c", code, *common], "use train_single.py, or --device cpu"),
-    ):
-        ended = run(*command, timeout=60)
-        assert ended.returncode == 2, ended.text
-        (line,) = error_lines(ended) or ended.stderr.splitlines()
-        assert words in line
+def test_a_device_that_no_backend_knows():
+    with pytest.raises(UsageError, match=r"use train_single\.py, or --device cpu"):
+        distributed.choose_backend("auto", torch.device("mps"))
 
 
 @pytest.mark.parametrize(("ranks", "gpus"), [(2, 2), (2, 1), (3, 2)])
@@ -399,7 +314,7 @@ def test_torchrun_starts_all_again_after_a_crash(method, how, synthetic_dir, tmp
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
     crash = {"FAULT": how, "FAULT_RANK": "1", "FAULT_STEP": "1", "FAULT_ONCE": ""}
     crash["FAULT_FLAG"] = str(tmp_path / "crashed")
-    for ended in finish_all(launch(again, flags, tmp_path, **crash), 120):
+    for ended in finish_all(launch(again, flags, tmp_path, literal=False, **crash), 120):
         assert ended.returncode == 0, ended.text
     assert (tmp_path / "crashed").exists()
     assert summary(tmp_path / "run")["weights_sha256"] == expected
@@ -439,17 +354,14 @@ def test_an_interface_that_is_not_there_is_one_line(synthetic_dir, tmp_path):
     arguments = ["--dataset", "synthetic", "--data-dir", synthetic_dir, "--run-dir", tmp_path / "r"]
     arguments += ["--nprocs", 2, "--rdzv-timeout", 20]
     ended = run(*script("train_ddp.py", *arguments), GLOO_SOCKET_IFNAME="nowhere0")
-    assert ended.returncode == 1
-    (line,) = error_lines(ended)
-    assert "GLOO_SOCKET_IFNAME" in line
+    assert "GLOO_SOCKET_IFNAME" in error_line(ended, 1)
 
 
 def test_the_parent_of_spawn_passes_a_signal_on(synthetic_dir):
     process = start_waiting(synthetic_dir, "--nprocs", 2, "--nnodes", 2)
     process.send_signal(signal.SIGTERM)
     ended = finish(process, 10)
-    assert ended.returncode == 143, ended.text
-    assert len(error_lines(ended)) == 1, ended.text
+    error_line(ended, 143)
 
 
 def test_killing_the_parent_of_spawn_leaves_nobody(synthetic_dir):

@@ -19,10 +19,10 @@ from utils.cluster.places import Address, File
 HOST = socket.gethostname()
 
 
-def attend(place, rank, size, outcomes, **more):
+def attend(place, rank, size, outcomes, seconds=5.0, **more):
     own = Member(rank, **({"pid": 1000 + rank} | more))
     try:
-        outcomes.append(meet(place, own, size, 5.0))
+        outcomes.append(meet(place, own, size, seconds))
     except Exception as error:
         outcomes.append(error)
 
@@ -73,13 +73,13 @@ class Ranks:
 
 @pytest.mark.long
 def test_all_that_wait_name_the_missing(synthetic_dir):
-    ranks = Ranks(synthetic_dir, 4, 10)
+    ranks = Ranks(synthetic_dir, 4, 6)
     pids = [ranks.start(rank).pid for rank in (0, 1)]
     begin = time.monotonic()
     for ended in ranks.end(30):
         assert f"2 of 4 ranks are here: 0 ({HOST} pid {pids[0]}), 1 (" in ended.stderr
         assert "missing: 2, 3. Is WORLD_SIZE" in ended.stderr
-    assert time.monotonic() - begin < 15  # at the first one's deadline
+    assert time.monotonic() - begin < 12  # at the first one's deadline
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_who_does_not_fit_is_named_at_once(others, words, synthetic_dir):
 @pytest.mark.long
 def test_a_foreign_program_has_the_port(synthetic_dir):
     """It accepts connections and never answers."""
-    ranks = Ranks(synthetic_dir, 2, 6)
+    ranks = Ranks(synthetic_dir, 2, 4)
     with closing(socket.create_server(("127.0.0.1", ranks.port))):
         ranks.processes.append(start(*script("train_ddp.py", *ranks.words, "--rank", 0)))
         ranks.start(1)
@@ -115,7 +115,7 @@ def test_a_foreign_program_has_the_port(synthetic_dir):
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_rank_0_is_stopped_or_killed_while_others_wait(number, synthetic_dir):
-    ranks = Ranks(synthetic_dir, 3, 8)
+    ranks = Ranks(synthetic_dir, 3, 5)
     main = ranks.start(0)
     ranks.start(1)
     time.sleep(2.0)
@@ -145,15 +145,6 @@ def test_a_stale_master_addr_does_not_break_one_node(synthetic_dir, tmp_path):
     assert ended.returncode == 0, ended.text
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_threads_meet_in_any_order(order, place):
-    outcomes = meet_all(place, *({"rank": rank} for rank in order), pause=0.3)
-    for met in outcomes:
-        assert isinstance(met, Meeting), met
-        assert (met.mates, met.main.pid, met.interface) == ([0, 1], 1000, "")
-        assert name(met.store, [0, 1]) == f"0 ({HOST} pid 1000), 1 ({HOST} pid 1001)"
-
-
 def test_a_large_world_is_one_short_line(place):
     with pytest.raises(RendezvousError) as caught:
         meet(place, Member(0), 4000, 0.5)
@@ -163,7 +154,7 @@ def test_a_large_world_is_one_short_line(place):
 
 def test_a_rank_that_starts_again_leaves_the_job_alone(place):
     outcomes = meet_all(place, {"rank": 0}, {"rank": 1})
-    attend(place, 1, 2, outcomes, pid=9)
+    attend(place, 1, 2, outcomes, 1.0, pid=9)
     assert "two processes claim the same rank: 1 (" in str(outcomes[-1])
     (met, _, _) = outcomes
     assert isinstance(met, Meeting)
@@ -176,13 +167,7 @@ def test_garbage_on_the_port_does_no_harm(place):
     thread.start()
     magic = b"\0" + (0x3C85F7CE).to_bytes(4, "little")  # how a client of the store begins
     deadline = time.monotonic() + 10
-    for said in (
-        b"",
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"\xff" * 100_000,
-        magic,
-        magic + b"\1" + b"x" * 9,
-    ):
+    for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100_000, magic + b"\1" + b"x" * 9):
         while time.monotonic() < deadline:
             with suppress(ConnectionRefusedError):
                 with socket.create_connection((place.host, place.port)) as connection:
@@ -200,7 +185,11 @@ def test_a_stale_file_does_no_harm(content, tmp_path):
     path = tmp_path / "meet"
     path.write_bytes(content)
     outcomes = meet_all(File(str(path)), {"rank": 1}, {"rank": 0}, pause=0.5)
-    assert [type(outcome) for outcome in outcomes] == [Meeting, Meeting], outcomes
+    assert len(outcomes) == 2
+    for met in outcomes:
+        assert isinstance(met, Meeting), met
+        assert (met.mates, met.main.pid, met.interface) == ([0, 1], 1000, "")
+        assert name(met.store, [0, 1]) == f"0 ({HOST} pid 1000), 1 ({HOST} pid 1001)"
 
 
 def test_a_store_of_another_attempt_is_not_taken(tmp_path):
@@ -210,7 +199,7 @@ def test_a_store_of_another_attempt_is_not_taken(tmp_path):
     other.set("member/0", '{"rank": 0, "facts": {"seed": "9"}}')
     place.publish(other.port, "ours")
     outcomes = []
-    attend(place, 1, 2, outcomes)
+    attend(place, 1, 2, outcomes, 1.0)
     assert "another program, or another job, has this port" in str(outcomes[0])
     attend(place, 0, 1, outcomes)
     assert isinstance(outcomes[1], Meeting), outcomes
