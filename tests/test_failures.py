@@ -18,7 +18,7 @@ from utils.errors import UsageError
 TIMEOUT = 5  # of a collective, seconds
 SOON = 15  # after a rank went wrong the others name it; the machine is busy
 UNKNOWN = ADVICE[True, True]
-WAITS = pytest.mark.long  # who is lost is told when a real time limit has passed
+WAITS = pytest.mark.long  # a real time limit has to pass
 SLOW = pytest.mark.slow
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 

@@ -193,7 +193,7 @@ def test_an_elastic_job_grows_and_shrinks(synthetic_dir, tmp_path):
         ("--nprocs 3 --backend mpi", "--backend mpi"),  # one line for all ranks
     ],
 )
-def test_what_cannot_work_is_told_in_one_line(flags, words, synthetic_dir):
+def test_what_cannot_work_is_one_line(flags, words, synthetic_dir):
     common = ["--dataset", "synthetic", "--data-dir", synthetic_dir]
     ended = run(*script("train_ddp.py", *common, *flags.split()), timeout=30)
     assert words in error_line(ended)

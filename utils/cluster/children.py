@@ -41,7 +41,7 @@ def spawn(start: Callable[[Launch], int], args: argparse.Namespace) -> int:
             "--nnodes needs the address of node 0: --init-method tcp://<address>:<port>, or"
             " MASTER_ADDR and MASTER_PORT, the same on every node"
         )
-    # On one node variables that another job left in the shell do not matter.
+    # On one node, variables that are left over in the shell do not count.
     address, port = ("", get_free_port()) if args.nnodes == 1 else (address, read_port(os.environ))
     first, world_size = args.node_rank * args.nprocs, args.nnodes * args.nprocs
     launch = Launch("spawn", first, world_size, 0, args.nprocs, address or "127.0.0.1", port)
@@ -68,10 +68,10 @@ def _child(local_rank: int, start: Callable[[Launch], int], launch: Launch, stop
         os._exit(1)
     try:
         status = start(replace(launch, rank=launch.rank + local_rank, local_rank=local_rank))
-    except Exception:  # a bug: with the traceback of this rank alone
+    except Exception:  # a bug: print the traceback of this rank alone
         traceback.print_exc()
         status = 1
-    if status > 128:  # an agreed stop is no failure, after which the others would be killed
+    if status > 128:  # an agreed stop. A failure would kill the others
         stopped.value, status = status, 0
     end_process(status)
 

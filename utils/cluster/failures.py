@@ -1,8 +1,8 @@
 """What to say when ranks do not answer any more: which ones, at which step, and why.
 
 A rank that notices a failure adds itself to a list in the store, and calls the roll. A thread of
-each rank answers, whatever the rank computes. The thread of rank 0 finds out who is lost, and
-writes it for all ranks. A rank that fails for a reason of its own writes that itself.
+each rank answers, even while the rank computes. The thread of rank 0 finds out which ranks are
+lost, and writes that for all ranks. A rank that fails with an error of its own writes that itself.
 """
 
 import json
@@ -22,7 +22,7 @@ from utils.cluster.calls import POLL_SECONDS, call_within
 from utils.cluster.meeting import MAX_SHOWN, Meeting, name, read_by_all, read_ranks
 from utils.errors import UsageError, UserError, describe
 
-# They raise bare RuntimeErrors.
+# Words in the errors of the backends, which are plain RuntimeErrors.
 OF_BACKEND = ("gloo/transport", "timeout caused pair closure", "NCCL")
 # By whether a rank is lost, and whether there is a process group.
 ADVICE = {
@@ -52,14 +52,14 @@ class LostRank(UserError):
 
 
 class Job:
-    """All ranks, which have met, as one of them sees them; it names the ones that get lost.
+    """All ranks of a launch, as one of them sees them. It names the ranks that get lost.
 
     Args:
         meeting: in which this rank met the others.
-        rdzv_timeout: seconds until there has to be a process group.
+        rdzv_timeout: seconds within which the process group has to exist.
 
     Attributes:
-        ranks_sharing_cores: how many ranks run on the cores of this one, itself included.
+        ranks_sharing_cores: how many ranks share the cores of this rank, itself included.
     """
 
     def __init__(self, meeting: Meeting, rdzv_timeout: float) -> None:
@@ -87,12 +87,13 @@ class Job:
         # over ranks precedes every save.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         threading.Thread(target=self._watch, daemon=True).start()
-        # A connection is busy while somebody waits for a key: ours has to stay free for questions.
+        # A connection is busy while a thread waits for a key. This rank still needs its own.
         store = self.store.clone()
         store.set_timeout(timedelta(seconds=self.rdzv_timeout))
         return store
 
     def _watch(self) -> None:
+        """End this process if the process group does not exist in time."""
         begin = time.monotonic()
         self.is_called.wait(self.rdzv_timeout)
         if dist.is_initialized() or self.has_failed:
@@ -109,7 +110,7 @@ class Job:
         Of the ranks that did not notice a failure, one that does not answer is gone or stalled. One
         that answers is busy, or waits for something else.
         """
-        with suppress(RuntimeError):  # the store goes with rank 0
+        with suppress(RuntimeError):  # the store ends with rank 0
             store = self.store.clone()
             store.wait(["roll_call"], FOREVER)
             store.append("alive", f"{self.rank} ")
@@ -135,11 +136,11 @@ class Job:
     def explain(self, error: Exception, step: int | None = None) -> Exception:
         """Return a ``LostRank`` for a backend's error, and any other error as it is.
 
-        The other ranks will miss this one, so an error of its own is told to them.
+        An error of this rank's own is written for the other ranks, which will miss this rank.
 
         Args:
-            error: that ended the run, or the making of the process group.
-            step: optimizer steps of the run until then; None before the first and after the last.
+            error: an error in the run, or in ``init_process_group``.
+            step: optimizer steps of the run until then, or None before and after training.
         """
         if self.world_size == 1 or self.has_failed:
             return error
@@ -156,14 +157,14 @@ class Job:
             reason = re.sub(r"^\[\S*\] ", "", text.splitlines()[0]).partition(". ")[0]
             return self._name_lost(reason, step)
         cause = str(error) if isinstance(error, UserError) else describe(error)
-        with suppress(OSError, RuntimeError):  # the store went with rank 0
+        with suppress(OSError, RuntimeError):  # the store has ended with rank 0
             call_within(self.meeting.patience, self._write_lost, self.store, {self.rank}, cause)
         return error
 
     def _name_lost(self, reason: str, step: int | None) -> LostRank:
         with self.lock:  # the watching thread may ask at the same time
             if self.error is None:
-                # This stays if the store does not answer: rank 0 is gone, or stopped.
+                # If the store does not answer, rank 0 is gone or stopped.
                 ranks, names, cause = [0], f"rank {self.meeting.main}", ""
                 is_reported = self.rank != self.meeting.mates[-1]
                 with suppress(OSError, RuntimeError):

@@ -49,7 +49,7 @@ def _run_rank(train: Train, args: argparse.Namespace, given: Launch | None = Non
     def start() -> int:
         found = given or launchers.read_launch(args)
         os.environ.update(RANK=str(found.rank), WORLD_SIZE=str(found.world_size))
-        if found.launcher in ("torchrun", "mpirun"):  # a rank by hand may outlive its shell
+        if found.launcher in ("torchrun", "mpirun"):  # others may outlive their shell
             launchers.die_with_parent(found)
         try:
             return _meet_and_train(train, args, found)
@@ -80,7 +80,7 @@ def _meet_and_train(train: Train, args: argparse.Namespace, launch: Launch) -> i
         dist.all_reduce(torch.zeros(1))
     except Exception as error:
         explained = job.explain(error)
-        with suppress(Exception):  # there may be none, or other ranks do not answer any more
+        with suppress(Exception):  # there is none, or other ranks do not answer
             call_within(DESTROY_SECONDS, dist.destroy_process_group)
         if explained is error:
             raise

@@ -32,9 +32,9 @@ MAX_SHOWN = 8  # ranks that a message lists
 # rank has the backend's alone.
 HOST_DESCRIPTORS, RANK_DESCRIPTORS, OTHER_DESCRIPTORS = 4, 1, 128
 CONNECT_SECONDS = 4.0
-LONG = timedelta(hours=1)  # a limit of its own bounds the whole wait
+LONG = timedelta(hours=1)  # ``meet`` limits the whole wait
 OTHER = "another program, or another job, has this port"
-# What happens at a port that has no store of this job.
+# Errors at a port that has no store of this job.
 NO_STORE = (OSError, RuntimeError, ValueError, LookupError, TypeError)
 
 
@@ -62,7 +62,7 @@ class Member:
 
 @dataclass
 class Meeting:
-    """All ranks, which have met, as one of them sees them.
+    """All ranks after they have met, as one of them sees them.
 
     Attributes:
         own: this rank.
@@ -70,8 +70,8 @@ class Meeting:
         patience: seconds for the store to answer, and for all ranks to read a verdict.
         store: of rank 0.
         mates: the ranks of this host, in order.
-        sharing_cores: how many ranks run on the cores of this one, itself included.
-        interface: by which the hosts met; nothing if there is one host.
+        sharing_cores: how many ranks share the cores of this rank, itself included.
+        interface: of the network over which the hosts met. Empty if there is one host.
     """
 
     own: Member
@@ -114,8 +114,8 @@ def meet(place: Address, own: Member, world_size: int, seconds: float) -> Meetin
         UsageError: there are too few descriptors.
         Stopped: a stop signal came.
     """
-    # PyTorch looks up the name of every address that it connects to, at both ends, and one name
-    # server that does not answer takes ten seconds. glibc reads this at its first lookup.
+    # PyTorch looks up the name of every address that it connects to, at both ends. If a name
+    # server does not answer, that takes ten seconds. glibc reads this at its first lookup.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     _raise_descriptor_limit(own.rank, world_size)
     meeting = Meeting(own, world_size, own, 2.0 + 0.01 * world_size)
@@ -186,9 +186,9 @@ def _visit(meeting: Meeting, deadline: float, host: str, port: int, nonce: str) 
         NO_STORE: nothing listens there, rank 0 has left, or the store is of another job.
         RendezvousError: the ranks cannot work together.
     """
-    # By a plain connection first: PyTorch tries one in vain at great length.
+    # Try a plain connection first. PyTorch would print pages about one that fails.
     ends = probe(host, port)
-    # Rank 0 of an attempt before may leave at this moment, and PyTorch goes on trying.
+    # Rank 0 of an earlier attempt may leave at this moment, and PyTorch would keep trying.
     store = call_within(CONNECT_SECONDS, dist.TCPStore, ends[0], port, None, False, LONG, False)
     if not store.check([f"nonce/{nonce}", "member/0"]):
         raise ValueError("rank 0 has no seat here, or not yet")
@@ -204,11 +204,11 @@ def _take_seat(meeting: Meeting, deadline: float, ends: tuple[str, str] = ("", "
         ends: rank 0's address, and the address from which this host reached it.
     """
     store, own, main, begin = meeting.store, meeting.own, meeting.main, time.monotonic()
-    store.add("guests", 1)
+    store.add("arrived", 1)
     entry = store.compare_set(f"member/{own.rank}", "", json.dumps(vars(own)))
     problem = _find_problem(main, Member(**json.loads(entry)), own)
     if problem and store.compare_set("verdict", "", problem).decode() == COMPLETE:
-        raise ConnectionError(problem)  # the others train, or are still to leave a failed attempt
+        raise ConnectionError(problem)  # the others train, or still end a failed attempt
     if own.host != main.host:
         store.set("main_address", ends[0])
     affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ""
@@ -226,13 +226,13 @@ def _take_seat(meeting: Meeting, deadline: float, ends: tuple[str, str] = ("", "
         store.compare_set("verdict", "", _describe_missing(meeting, time.monotonic() - begin))
     verdict = store.get("verdict").decode()
     if verdict != COMPLETE:
-        error, guests = RendezvousError(verdict), store.add("guests", 0)
-        error.reported_elsewhere = read_by_all(meeting, "verdict", guests, meeting.patience)
+        error, readers = RendezvousError(verdict), store.add("arrived", 0)
+        error.reported_elsewhere = read_by_all(meeting, "verdict", readers, meeting.patience)
         raise error
     meeting.mates, meeting.sharing_cores = sorted(read_ranks(store, seats)), store.add(cores, 0)
     if len(meeting.mates) < meeting.world_size:
-        # Gloo's own choice is where the hostname resolves to: 127.0.1.1 on many a Debian, where the
-        # other hosts wait in vain.
+        # Gloo itself takes the address of the hostname. On Debian this is often 127.0.1.1, where
+        # other hosts cannot reach it.
         used = store.get("main_address").decode() if own.host == main.host else ends[1]
         meeting.interface = own_addresses().get(used, "")
 
@@ -267,7 +267,7 @@ def _describe_missing(meeting: Meeting, waited: float) -> str:
 def read_by_all(meeting: Meeting, key: str, readers: int, seconds: float) -> bool:
     """Return whether another rank of this host reports what ``key`` says.
 
-    The store ends with rank 0. So rank 0 waits until all have read it.
+    The store ends with rank 0. So rank 0 waits until all ranks have read it.
 
     Args:
         readers: how many ranks will read it.

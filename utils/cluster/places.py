@@ -1,4 +1,4 @@
-"""Where rank 0 is looked for: at an address, or where it publishes one."""
+"""Where to find rank 0: at a given address, or where rank 0 publishes one."""
 
 import fcntl
 import json
@@ -20,7 +20,7 @@ SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 class Address:
-    """Rank 0 is looked for at an address that all ranks were given."""
+    """All ranks were given the address of rank 0."""
 
     def __init__(self, host: str, port: int) -> None:
         self.host, self.port = host, port
@@ -32,7 +32,7 @@ class Address:
         """Return where rank 0 may be: a host, a port, and the nonce of the store there, if any.
 
         Raises:
-            OSError, RuntimeError, ValueError: no answer, or none of rank 0's.
+            OSError, RuntimeError, ValueError: rank 0 has not published it yet.
         """
         return self.host, self.port, ""
 
@@ -76,7 +76,7 @@ class File(Address):
         return f"file://{self.path}"
 
     def find(self) -> Any:
-        return secrets.choice(json.loads(self.path.read_bytes()))  # it is asked again and again
+        return secrets.choice(json.loads(self.path.read_bytes()))  # called again and again
 
     def publish(self, port: int, nonce: str) -> None:
         hosts = (*own_addresses(), socket.gethostname())
@@ -84,7 +84,7 @@ class File(Address):
 
 
 def probe(host: str, port: int) -> tuple[str, str]:
-    """Connect and leave; return the other end's address, and that of this host on the way to it.
+    """Connect and disconnect. Return the other end's address, and this host's on the way to it.
 
     Raises:
         OSError: nothing listens there, or there is no such host.
@@ -95,7 +95,7 @@ def probe(host: str, port: int) -> tuple[str, str]:
 
 
 def own_addresses() -> dict[str, str]:
-    """Return the interface of each IPv4 address of this host, where the system says it."""
+    """Return the name of the interface of each IPv4 address of this host."""
     interfaces = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
