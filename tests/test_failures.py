@@ -91,12 +91,10 @@ def test_without_a_launcher_too(how, synthetic_dir, tmp_path):
     words = [*in_training(synthetic_dir, tmp_path), "--nprocs", 2]
     ended, begin = fail(how, 7, 1, 2, tmp_path, *words)
     check_status(tmp_path, 1, begin, UNKNOWN)
-    lines = error_lines(ended)
-    assert "rank 0 lost rank 1 (" in lines[0]
-    if how == "kill":
-        assert "rank 1 (pid " in lines[1]
-        assert "killed by SIGKILL" in lines[1]
-    assert len(lines) == 1 + (how == "kill"), lines
+    first, *others = error_lines(ended)
+    assert "rank 0 lost rank 1 (" in first
+    assert all("rank 1 (pid " in line and "killed by SIGKILL" in line for line in others), others
+    assert len(others) == 1 or (how, others) == ("stall", [])  # which is killed in the end
 
 
 @pytest.mark.parametrize(
