@@ -43,6 +43,7 @@ ddp    | --nprocs 2 --nnodes 3 --node-rank 5 | is not below --nnodes 3
 ddp    | --nnodes 2                   | go with --nprocs
 ddp    | --nprocs 2 --rank 0 --world-size 2 | drop --rank
 ddp    | --init-method tcp://host     | is not env://
+ddp    | --init-method file:///no/such/file | is in no folder of this host
 """
 ROWS = [tuple(cell.strip() for cell in line.split("|")) for line in BAD.strip().splitlines()]
 

@@ -209,4 +209,7 @@ def _find_ddp_conflict(args: argparse.Namespace) -> str | None:
         return "--nprocs numbers its processes itself: drop --rank and --world-size"
     if not re.fullmatch(r"env://|tcp://[^/]+:[1-9]\d{0,4}|file:///.+", args.init_method):
         return f"--init-method {args.init_method} is not env://, tcp://host:port or file:///path"
+    kind, _, where = args.init_method.partition("://")
+    if kind == "file" and not Path(where).parent.is_dir():
+        return f"--init-method {args.init_method} is in no folder of this host"
     return None

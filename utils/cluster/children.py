@@ -35,7 +35,7 @@ def spawn(start: Callable[[Launch], int], args: argparse.Namespace) -> int:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise UsageError("--nprocs starts the processes itself: drop it, or drop torchrun")
-    address = os.environ.get("MASTER_ADDR", "")
+    address = os.environ.get("MASTER_ADDR", "").strip()
     if args.nnodes > 1 and args.init_method == "env://" and not address:
         raise UsageError(
             "--nnodes needs the address of node 0: --init-method tcp://<address>:<port>, or"

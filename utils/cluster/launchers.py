@@ -57,7 +57,8 @@ def read_launch(args: argparse.Namespace, environ: Mapping[str, str] = os.enviro
         return Launch(launcher)
     names = NAMES.get(launcher, NAMES["torchrun"])
     rank, world_size, local_rank, local_world_size = (_number(environ, name) for name in names)
-    address, job = environ.get("MASTER_ADDR", ""), environ.get("PMIX_NAMESPACE", "")  # of mpirun
+    # The job's name under mpirun, and an address without the space that a file may put there.
+    job, address = environ.get("PMIX_NAMESPACE", ""), environ.get("MASTER_ADDR", "").strip()
     if launcher == "slurm":
         address = address or _first_slurm_host(environ)
         # All tasks of this step have the same name. A step beside it has another one.

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -42,22 +43,28 @@ class RendezvousError(UserError):
     """The ranks did not find each other, or do not belong together."""
 
 
+def _host_name() -> str:
+    """Return the name of this host, and on Linux a number that sets apart hosts of one name."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}".strip()
+
+
 @dataclass
 class Member:
     """A rank, as it introduces itself.
 
     Attributes:
         facts: what has to be the same everywhere, name to value.
-        host: its name.
+        host: its name, and what sets it apart from other hosts of this name.
     """
 
     rank: int
     facts: dict[str, str] = field(default_factory=dict)
-    host: str = field(default_factory=socket.gethostname)
+    host: str = field(default_factory=_host_name)
     pid: int = field(default_factory=os.getpid)
 
     def __str__(self) -> str:
-        return f"{self.rank} ({self.host} pid {self.pid})"
+        return f"{self.rank} ({self.host.split()[0]} pid {self.pid})"
 
 
 @dataclass
