@@ -21,7 +21,6 @@ from tests.documents import (
     without_comments,
 )
 from tests.processes import ROOT
-from tests.test_launch import LAUNCH_TABLE
 from utils import config
 
 README, DOCS = ROOT / "README.md", ROOT / "docs"
@@ -139,11 +138,6 @@ def test_the_tables_of_flags_are_the_parsers():
             assert float(told[name]) == default, name
         elif isinstance(default, str):
             assert told[name] == default, name
-
-
-def test_the_launch_table_has_the_commands_that_are_tested():
-    text = (DOCS / "launching.md").read_text()
-    assert [r for r in LAUNCH_TABLE if f"| {r.method} | `{r.command}` |" not in text] == []
 
 
 # Messages

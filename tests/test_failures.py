@@ -18,7 +18,6 @@ from utils.errors import UsageError
 TIMEOUT = 5  # of a collective, seconds
 SOON = 15  # after a rank went wrong the others name it; the machine is busy
 UNKNOWN = ADVICE[True, True]
-WAITS = pytest.mark.long  # a real time limit has to pass
 SLOW = pytest.mark.slow
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
@@ -63,7 +62,7 @@ def check_status(folder, rank, begin, words, step=7):
 @pytest.mark.parametrize(
     ("how", "rank", "processes", "cause"),
     [
-        pytest.param("stall", 1, 2, UNKNOWN, marks=WAITS),
+        ("stall", 1, 2, UNKNOWN),
         ("raise", 1, 2, "ArithmeticError: wrong on purpose"),
         pytest.param("leave while one computes", 1, 3, UNKNOWN, marks=SLOW),
         pytest.param("kill", 1, 3, UNKNOWN, marks=SLOW),
@@ -85,7 +84,6 @@ def test_the_rank_that_failed_is_named(how, rank, processes, cause, synthetic_di
     assert (tmp_path / "run" / "checkpoints" / "last.pt").exists()
 
 
-@WAITS
 @pytest.mark.parametrize("how", ["kill", pytest.param("stall", marks=SLOW)])
 def test_without_a_launcher_too(how, synthetic_dir, tmp_path):
     words = [*in_training(synthetic_dir, tmp_path), "--nprocs", 2]
@@ -147,7 +145,6 @@ def test_calls_of_the_same_size_are_told_apart(call, size, dtype, tmp_path):
     assert result.stdout.count("the ranks are out of step") == 1, result.text
 
 
-@WAITS
 @pytest.mark.parametrize(
     ("how", "when", "rank", "processes"),
     [
@@ -170,7 +167,6 @@ def test_who_does_not_come_to_the_process_group_is_named(
     assert "on all ports" not in ended.text, ended.text
 
 
-@WAITS
 @pytest.mark.parametrize("how", ["stall", pytest.param("kill", marks=SLOW)])
 def test_rank_0_does_not_write_the_results(how, synthetic_dir, tmp_path):
     """The others have nothing left to do, and nobody else would notice."""

@@ -65,8 +65,7 @@ class Row:
 
     @property
     def marks(self):
-        is_slow = self.method == "torchrun, elastic"
-        return [pytest.mark.slow] * is_slow + [pytest.mark.long] * self.is_script
+        return [pytest.mark.slow] * (self.method in ("torchrun, elastic", "script, several nodes"))
 
 
 TABLE = rows(section(ROOT / "docs" / "launching.md", "Every way to launch it").text)[1:]

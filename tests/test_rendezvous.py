@@ -71,7 +71,6 @@ class Ranks:
         return ended
 
 
-@pytest.mark.long
 def test_all_that_wait_name_the_missing(synthetic_dir):
     ranks = Ranks(synthetic_dir, 4, 6)
     pids = [ranks.start(rank).pid for rank in (0, 1)]
@@ -99,7 +98,6 @@ def test_who_does_not_fit_is_named_at_once(others, words, synthetic_dir):
         assert words in ended.stderr
 
 
-@pytest.mark.long
 def test_a_foreign_program_has_the_port(synthetic_dir):
     """It accepts connections and never answers."""
     ranks = Ranks(synthetic_dir, 2, 4)
@@ -112,7 +110,6 @@ def test_a_foreign_program_has_the_port(synthetic_dir):
     assert "no answer" in second.stderr
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_rank_0_is_stopped_or_killed_while_others_wait(number, synthetic_dir):
     ranks = Ranks(synthetic_dir, 3, 5)
