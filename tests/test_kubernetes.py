@@ -7,7 +7,7 @@ No cluster is here: what Kubeflow Trainer does with the manifest is taken from i
 import pytest
 import yaml
 
-from tests.processes import ROOT, finish, free_port, shell_line, start, succeed, summary
+from tests.processes import ROOT, finish, free_port, shell_line, start, summary
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 MANIFEST = (ROOT / "scripts" / "kubernetes" / "trainjob.yaml").read_text()
@@ -51,6 +51,7 @@ def test_the_command_trains_on_two_nodes_and_goes_on(synthetic_dir, tmp_path):
         variables |= {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}
         words, _ = shell_line(f"{command} {short}")
         for node in [start(*words, PET_NODE_RANK=str(i), **variables) for i in range(2)]:
-            succeed(finish(node, 150))
+            ended = finish(node, 150)  # torchrun may print that the other agent left first
+            assert ended.returncode == 0, ended.text
         facts = summary(tmp_path / "runs" / "mnist-ddp")
         assert (facts["world_size"], facts["resumed_from"]) == (2, resumed_from)
