@@ -2,7 +2,7 @@
 # Make an environment and run every check: lint, format, types, tests.
 #
 #   ./scripts/test.sh          quick tests: three minutes on two cores
-#   ./scripts/test.sh --all    the slow ones too: a quarter of an hour
+#   ./scripts/test.sh --all    the slow ones too: twelve minutes
 #
 # Other arguments go to pytest. MNIST_ROOT names a folder with the real MNIST, if there is one.
 set -euo pipefail

@@ -6,6 +6,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 POLL_SECONDS = 0.05
+CHECK_SECONDS = 0.2  # between two calls of ``check``. The end of the function is seen at once
 
 
 def call_within(seconds: float, function: Any, *args: Any, check: Any = lambda: None) -> Any:
@@ -30,7 +31,7 @@ def call_within(seconds: float, function: Any, *args: Any, check: Any = lambda: 
 
     deadline = time.monotonic() + seconds
     threading.Thread(target=work, daemon=True).start()
-    while not wait([future], POLL_SECONDS).done:
+    while not wait([future], CHECK_SECONDS).done:
         check()
         if time.monotonic() > deadline:
             raise TimeoutError("no answer")
