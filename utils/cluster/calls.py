@@ -6,7 +6,6 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 POLL_SECONDS = 0.05
-CHECK_SECONDS = 0.2  # between two calls of ``check``. The end of the function is seen at once
 
 
 def call_within(seconds: float, function: Any, *args: Any, check: Any = lambda: None) -> Any:
@@ -31,7 +30,8 @@ def call_within(seconds: float, function: Any, *args: Any, check: Any = lambda: 
 
     deadline = time.monotonic() + seconds
     threading.Thread(target=work, daemon=True).start()
-    while not wait([future], CHECK_SECONDS).done:
+    # The end of the function is seen at once. Only ``check`` may wait a little longer.
+    while not wait([future], 4 * POLL_SECONDS).done:
         check()
         if time.monotonic() > deadline:
             raise TimeoutError("no answer")
