@@ -106,7 +106,7 @@ def test_a_foreign_program_has_the_port(synthetic_dir):
         ranks.start(1)
         first, second = ranks.end(40)
     assert f"cannot listen on port {ranks.port} (address already in use)" in first.stderr
-    assert f"127.0.0.1:{ranks.port}" in second.stderr
+    assert f"127.0.0.1:{ranks.port} (from --init-method)" in second.stderr
     assert "no answer" in second.stderr
 
 

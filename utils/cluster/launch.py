@@ -140,8 +140,9 @@ def _meeting_place(init_method: str, launch: Launch) -> Address:
         return File(where)
     if kind == "tcp":
         address, _, port = where.rpartition(":")
-        return Address(address.strip("[]"), int(port))
+        return Address(address.strip("[]"), int(port), "--init-method")
     # The variable alone may be left over in a shell.
     has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     place = AgentStore if has_store and launch.launcher == "torchrun" else Address
-    return place(launch.master_addr, launch.master_port)
+    is_given = launch.master_addr == os.environ.get("MASTER_ADDR", "").strip()
+    return place(launch.master_addr, launch.master_port, "MASTER_ADDR" * is_given)

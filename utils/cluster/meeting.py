@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from utils import signals
 from utils.cluster.calls import POLL_SECONDS, call_within
-from utils.cluster.places import Address, AgentStore, File, own_addresses, probe
+from utils.cluster.places import Address, own_addresses, probe
 from utils.errors import UsageError, UserError
 
 COMPLETE = "complete"
@@ -152,8 +152,8 @@ def _raise_descriptor_limit(rank: int, world_size: int) -> None:
 def _host(meeting: Meeting, place: Address, seconds: float) -> None:
     """Open the store as rank 0, and wait for all ranks."""
     deadline, own = time.monotonic() + seconds, meeting.own
-    is_published = isinstance(place, AgentStore | File)
-    port, nonce = (0, secrets.token_hex(8)) if is_published else (place.port, "")
+    # Other places publish a port that is free, with a nonce.
+    port, nonce = (place.port, "") if type(place) is Address else (0, secrets.token_hex(8))
     try:
         meeting.store = dist.TCPStore("127.0.0.1", port, None, True, LONG, False)
     except RuntimeError as error:

@@ -20,13 +20,17 @@ SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 class Address:
-    """All ranks were given the address of rank 0."""
+    """All ranks were given the address of rank 0.
 
-    def __init__(self, host: str, port: int) -> None:
-        self.host, self.port = host, port
+    Args:
+        source: the variable or flag that gave the address, for messages.
+    """
+
+    def __init__(self, host: str, port: int, source: str = "") -> None:
+        self.host, self.port, self.source = host, port, source
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        return f"{self.host}:{self.port}" + f" (from {self.source})" * bool(self.source)
 
     def find(self) -> Any:
         """Return where rank 0 may be: a host, a port, and the nonce of the store there, if any.
