@@ -244,7 +244,7 @@ SLURM["SLURM_STEP_NUM_TASKS"] = "4"
         ({"RANK": "1", "WORLD_SIZE": "2"}, Launch("environment", 1, 2)),
         (
             {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-            | {"MASTER_ADDR": "h", "MASTER_PORT": "7", "TORCHELASTIC_RUN_ID": "none"},
+            | {"MASTER_ADDR": "h ", "MASTER_PORT": "7", "TORCHELASTIC_RUN_ID": "none"},
             Launch("torchrun", 1, 4, 1, 2, "h", 7),
         ),
         (
