@@ -1,50 +1,62 @@
-"""Data sets as tensors, the sampler that shares an epoch among processes, and the transform.
+"""Data sets, the sampler that shares an epoch among processes, and the transform.
 
-Each process maps the raw files of a data set into memory, so that any number of ranks on a node
-share a single copy of the images.
+MNIST and its relatives are tensors. Each process maps their raw files into memory, so that any
+number of ranks on a node share a single copy of the images. Any other data set of PyTorch is read
+sample by sample.
 """
 
-import math
+import functools
+import itertools
 import os
-import shutil
+import random
 import signal
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.data import Dataset, DistributedSampler, TensorDataset, get_worker_info
+from torch import Tensor
+from torch.utils.data import (
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 
 from utils import signals
 from utils.datasets import idx
 from utils.datasets.prepare import prepare
 from utils.datasets.sources import RAW_FILES, SOURCES, DataError
-from utils.errors import NO_SHARED_MEMORY, UsageError
+from utils.errors import UsageError
 
 EVAL_BATCH_SIZE = 500  # fits a CPU's cache; the result does not depend on it
-PREFETCH = 2  # batches that each loader worker prepares ahead, PyTorch's default
-SHARED_MEMORY = "/dev/shm"  # where Linux has it
-FINGERPRINT_IMAGES = 300  # at least that many are compared between ranks
+COMPARED_IMAGES = 300  # at least that many are compared between ranks
+COMPARED_SAMPLES = 16  # of a data set that is read sample by sample
+ROOM_ON_DEVICE = 10  # times the size of a set has to be free on a GPU that keeps it unasked
 BATCH_TIMEOUT = 10.0  # seconds that a loader waits for a batch before it looks for a stop signal
 
 
 class ImageSet(Dataset):
-    """Images uint8 [N, H, W] or [N, C, H, W] with their labels, fetched by the batch.
+    """Images [N, ...] with their labels [N, ...], both in memory, fetched by the batch.
 
-    Labels are classes, int64 [N], or the numbers of a regression, float [N] or [N, D].
+    Images uint8 [N, H, W] or [N, C, H, W] are normalised on the device. Labels are classes, int64
+    [N], or the numbers of a regression, float.
 
     If a data set has ``__getitems__``, ``DataLoader`` calls it with the indices of a whole batch.
-    That is one indexing operation instead of a Python call for each image. Pass ``keep_batch`` as
-    the loader's ``collate_fn``, since nothing is left to collate.
+    That is one indexing operation instead of a Python call for each image.
 
     Raises:
-        DataError: images or labels of another kind.
+        DataError: not two tensors of one length.
     """
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
-        _check_kind(images, labels)
+        kinds = [f"{type(part).__name__} [{len(part)}]" for part in (images, labels)]
+        if kinds != [f"Tensor [{len(images)}]"] * 2:
+            raise DataError(f"images and labels are {' and '.join(kinds)}: make both tensors [N]")
         self.images = images
         self.labels = labels
 
@@ -66,74 +78,124 @@ class ImageSet(Dataset):
         return self.images.index_select(0, index), self.labels.index_select(0, index)
 
 
-def _check_kind(images: Any, labels: Any) -> None:
-    for name, given in (("images", images), ("labels", labels)):
-        if not isinstance(given, Tensor):
-            raise DataError(f"{name} are a {type(given).__name__}: make them a tensor")
-    if images.dtype != torch.uint8 or images.ndim not in (3, 4):
-        raise DataError(
-            f"images are {images.dtype} {list(images.shape)}: they have to be torch.uint8"
-            " [N, H, W] or [N, C, H, W]"
-        )
-    if images.ndim == 4 and images.shape[3] <= 4 < images.shape[1]:
-        raise DataError(
-            f"images are {list(images.shape)}, channels last: make them [N, C, H, W] by"
-            " images.permute(0, 3, 1, 2).contiguous()"
-        )
-    is_class = labels.dtype == torch.int64 and labels.ndim == 1
-    is_number = labels.is_floating_point() and labels.ndim in (1, 2)
-    if not (is_class or is_number) or len(labels) != len(images):
-        raise DataError(
-            f"labels are {labels.dtype} {list(labels.shape)} for {len(images)} images: they have to"
-            " be torch.int64 [N], or float [N] or [N, D] for a regression"
-        )
-    if is_class and len(labels) and labels.min() < 0:
-        raise DataError(f"labels hold the class {int(labels.min())}: classes count from 0")
+class SampleSet(Dataset):
+    """Any map-style data set of PyTorch, read sample by sample.
 
-
-def keep_batch(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the batch as it is, but in shared memory if this is a loader worker.
-
-    Otherwise PyTorch puts it there from another thread of the worker. An error in that thread
-    reaches nobody, and the training process waits for the batch for ever.
+    What its transforms draw from torch, numpy and random depends only on the seed, the sample and
+    its place in the training. So it is the same with any number of processes and loader workers,
+    and in a resumed run.
     """
+
+    def __init__(self, dataset: Dataset, seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitems__(self, keys: list[int] | list[tuple[int, int]]) -> list[Any]:
+        """Return samples by index, or by index and place in the training."""
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        samples = [self._read(*(key if isinstance(key, tuple) else (key, 0))) for key in keys]
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        return samples
+
+    def _read(self, index: int, place: int) -> Any:
+        seed = zlib.crc32(f"{self.seed}/{index}/{place}".encode())
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        return self.dataset[index]
+
+
+def place(
+    sets: Any, device: torch.device, on_device: bool | None, num_workers: int, seed: int
+) -> list[Any]:
+    """Return what ``load_dataset`` returned as an ``ImageSet`` or a ``SampleSet`` each.
+
+    Args:
+        sets: two data sets, to train and to test.
+        device: of this process.
+        on_device: whether to keep the sets there. None: if they are small, on CUDA.
+        num_workers: a loader worker cannot read what is on a device.
+        seed: of random transforms.
+
+    Raises:
+        DataError: anything else than two map-style data sets.
+        UsageError: the set to keep on the device is no ``ImageSet``.
+    """
+    both = list(sets) if isinstance(sets, tuple | list) else [sets]
+    if len(both) != 2 or not all(isinstance(each, Dataset) for each in both):
+        kinds = ", ".join(type(each).__name__ for each in both)
+        raise DataError(f"load_dataset in data.py returned {kinds}: return two Dataset objects")
+    if any(isinstance(each, IterableDataset) for each in both):
+        raise DataError("--dataset is an IterableDataset: docs/recipes.md shows how to train it")
+    if not all(isinstance(each, ImageSet) for each in both):
+        if on_device:
+            raise UsageError("--data-on-device needs the tensors of an ImageSet: drop it")
+        return [each if isinstance(each, ImageSet) else SampleSet(each, seed) for each in both]
+    if on_device is None and device.type == "cuda" and not num_workers:
+        size = sum(each.images.nbytes + each.labels.nbytes for each in both)
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / torch.cuda.device_count()
+        free = torch.cuda.mem_get_info(device)[0] / max(1.0, ranks)
+        on_device = free > ROOM_ON_DEVICE * size
+    return [each.to(device) for each in both] if on_device else both
+
+
+def collate(batch: Any) -> Any:
+    """Make a batch (images, labels) of samples. An ``ImageSet`` gives a whole batch already.
+
+    A loader worker also puts it into shared memory here. Otherwise PyTorch does that in another
+    thread of the worker. An error in that thread reaches nobody, and the training process waits for
+    the batch for ever.
+    """
+    if isinstance(batch, list):
+        batch = default_collate(batch)
     if get_worker_info() is not None:
-        return batch[0].share_memory_(), batch[1].share_memory_()
+        return [part.share_memory_() for part in batch]
     return batch
 
 
-def ignore_stop_signals(worker_id: int) -> None:
-    """Let a loader worker outlive a stop request, which the training process answers.
+def read_batch(dataset: ImageSet | SampleSet, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Read the images and labels with these indices, as a loader would.
+
+    Raises:
+        DataError: a sample is no pair, or PyTorch cannot put the samples into a batch.
+    """
+    samples = dataset.__getitems__(list(indices))
+    try:
+        images, labels = collate(samples)
+        return images.flatten(0, 0), labels.flatten(0, 0)  # views, of tensors alone
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise DataError(
+            f"the samples of --dataset make no batch ({str(error).splitlines()[0]}): return pairs"
+            " (image, label), and let a transform make all images tensors of one shape"
+        ) from None
+
+
+def tie_to_parent(worker_id: int) -> None:
+    """Let a loader worker outlive a stop request, but not the training process, which answers it.
 
     ``scancel`` and Ctrl-C send a signal to every process. A worker that dies of the signal would
     turn the orderly stop of its parent into a crash.
     """
     for number in signals.STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signals.die_with_parent(signal.SIGKILL)
 
 
-def loader_options(dataset: ImageSet, num_workers: int, device: torch.device) -> dict[str, Any]:
-    """Return the ``DataLoader`` arguments that training and evaluation share.
-
-    Args:
-        dataset: the test set, whose batches are the larger ones.
-
-    Raises:
-        UsageError: /dev/shm has no room for the evaluation's batches, which the workers of all
-            processes of this machine prepare ahead.
-    """
-    on_host = dataset.images.device.type == "cpu"
-    # A worker would notice it too, but in the evaluation only after an epoch.
-    workers = num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    images = min(workers * PREFETCH * EVAL_BATCH_SIZE, len(dataset))
-    free = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else math.inf
-    if workers and free < images * dataset.images[:1].nbytes:
-        raise UsageError(NO_SHARED_MEMORY)
+def loader_options(
+    dataset: ImageSet | SampleSet, num_workers: int, device: torch.device
+) -> dict[str, Any]:
+    """Return the ``DataLoader`` arguments that training and evaluation share."""
+    on_host = isinstance(dataset, SampleSet) or dataset.images.device.type == "cpu"
     return {
         "num_workers": num_workers,
         "timeout": BATCH_TIMEOUT if num_workers else 0,
-        "collate_fn": keep_batch,
-        "worker_init_fn": ignore_stop_signals,
+        "collate_fn": collate,
+        "worker_init_fn": tie_to_parent,
         "persistent_workers": num_workers > 0,
         # Only pinned memory can be copied to a GPU while the host goes on.
         "pin_memory": on_host and device.type == "cuda",
@@ -144,9 +206,9 @@ def batches(loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, T
     """Yield the batches of a loader, however long one takes.
 
     Raises:
-        Stopped: a stop signal came, and no batch for ``BATCH_TIMEOUT`` seconds.
+        Stopped: a stop signal came, and no batch for ``BATCH_TIMEOUT`` seconds or twice as long.
     """
-    iterator = iter(loader)
+    iterator, waits = iter(loader), 0
     while True:
         try:
             yield next(iterator)
@@ -155,21 +217,34 @@ def batches(loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, T
         except RuntimeError as error:
             if not str(error).startswith("DataLoader timed out"):
                 raise
-            signals.check()
+            # Where ranks train together, only a step that is finished can be saved.
+            waits += bool(signals.received())
+            if waits > 1:
+                signals.check()
 
 
-def fingerprint(dataset: ImageSet) -> str:
-    """Return a text that is equal on two ranks if they have the same data. It takes milliseconds.
+def fingerprint(dataset: ImageSet | SampleSet) -> dict[str, str]:
+    """Return two texts that are equal on two ranks if they have the same data.
 
-    The text covers length, shapes, dtypes, all labels and some hundred images, in their order.
+    The first covers length, shapes, dtypes and labels. The second is a checksum of some images, in
+    their order. It is empty if a second look at them differs, since then the data set has a
+    generator of its own.
     """
-    images, labels = dataset.images, dataset.labels
-    some = images[:: max(1, len(images) // FINGERPRINT_IMAGES)]
-    checksum = 0
-    for part in (labels, some):
-        checksum = zlib.crc32(part.cpu().contiguous().view(torch.uint8).numpy().data, checksum)
-    kinds = [f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in (images, labels)]
-    return f"images {kinds[0]}, labels {kinds[1]}, checksum {checksum:08x}"
+    count = COMPARED_IMAGES if isinstance(dataset, ImageSet) else COMPARED_SAMPLES
+    indices = range(0, len(dataset), max(1, len(dataset) // count))
+    images, labels = read_batch(dataset, indices)
+    is_repeatable = torch.equal(images, read_batch(dataset, indices)[0])
+    labels = getattr(dataset, "labels", labels)  # all of them, if they are in memory
+    kinds = [f"{str(x.dtype).removeprefix('torch.')} {list(x.shape[1:])}" for x in (images, labels)]
+    return {
+        "data": f"{len(dataset)} images {kinds[0]}, labels {kinds[1]}, {_checksum(labels)}",
+        "images": _checksum(images) if is_repeatable else "",
+    }
+
+
+def _checksum(values: Tensor) -> str:
+    content = values.cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    return f"checksum {zlib.crc32(content):08x}"
 
 
 class EpochSampler(DistributedSampler):
@@ -186,20 +261,30 @@ class EpochSampler(DistributedSampler):
         global_batch_size: samples that an optimizer step takes over all replicas.
         num_replicas: number of processes that share the epoch.
         rank: number of this process among them.
-        seed: the permutation of an epoch depends on ``seed + epoch`` alone.
+        seed: the order of an epoch depends on ``seed + epoch`` alone.
+        weights: [N], not negative. With them N samples are drawn with replacement, each as often
+            as its weight says, as by ``WeightedRandomSampler``.
+
+    Raises:
+        UsageError: another number of weights.
     """
 
     def __init__(
         self,
-        dataset: ImageSet,
+        dataset: ImageSet | SampleSet,
         global_batch_size: int,
         num_replicas: int = 1,
         rank: int = 0,
         seed: int = 0,
+        weights: Sequence[float] | Tensor | None = None,
     ) -> None:
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, seed=seed)
         self.global_batch_size = global_batch_size
         self.start = 0
+        self.weights = None if weights is None else torch.as_tensor(weights, dtype=torch.float64)
+        if self.weights is not None and self.weights.shape != (len(dataset),):
+            shape = list(self.weights.shape)
+            raise UsageError(f"the weights are {shape} for {len(dataset)} samples: give each one")
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Choose the epoch, and how many of its samples all replicas together have seen."""
@@ -210,11 +295,19 @@ class EpochSampler(DistributedSampler):
         steps = (len(self.dataset) - self.start) // self.global_batch_size  # type: ignore[arg-type]
         return steps * self.global_batch_size // self.num_replicas
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Any]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        permutation = torch.randperm(len(self.dataset), generator=generator)  # type: ignore[arg-type]
+        count = len(self.dataset)  # type: ignore[arg-type]
+        if self.weights is None:
+            order = torch.randperm(count, generator=generator)
+        else:
+            order = torch.multinomial(self.weights, count, replacement=True, generator=generator)
         end = self.start + len(self) * self.num_replicas
-        return iter(permutation[self.start : end][self.rank :: self.num_replicas].tolist())
+        indices = order[self.start : end][self.rank :: self.num_replicas].tolist()
+        if isinstance(self.dataset, SampleSet):  # which seeds each sample by its place
+            first = self.epoch * count + self.start + self.rank
+            return zip(indices, itertools.count(first, self.num_replicas), strict=False)
+        return iter(indices)
 
 
 class Transform:
@@ -232,72 +325,37 @@ class Transform:
 
     def __init__(self, device: torch.device, dataset: str, augment: bool = False) -> None:
         self.device = device
-        self.mean = _per_channel(SOURCES[dataset].mean, device) * 255
-        self.scale = 1 / (_per_channel(SOURCES[dataset].std, device) * 255)
+        # The default dtype rather than float32, so that a test can compare runs in float64.
+        options: Any = {"dtype": torch.get_default_dtype(), "device": device}
+        mean, std = (torch.tensor(value, **options) for value in SOURCES[dataset][1:3])
+        self.offset, self.scale = -mean / std, 1 / (std * 255)  # [] or [C]
+        self.grey_scale = None if self.scale.ndim else float(self.scale)
         self.augment = augment
 
     def __call__(
         self, images: Tensor, labels: Tensor, train: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Turn images uint8 [B, H, W] or [B, C, H, W] into floats [B, C, H, W], normalised."""
-        images = images.to(self.device, non_blocking=True)
-        labels = labels.to(self.device, non_blocking=True)
+        """Turn images uint8 [B, H, W] or [B, C, H, W] into floats [B, C, H, W], normalised.
+
+        Images of another dtype are taken as they are.
+        """
+        # On mps a copy that does not block may read memory that has been freed meanwhile.
+        copy: Any = {"device": self.device, "non_blocking": self.device.type == "cuda"}
+        images, labels = images.to(**copy), labels.to(**copy)
+        # Python's numbers are collated to float64.
+        labels = labels.to(self.offset.dtype) if labels.is_floating_point() else labels
+        if images.dtype != torch.uint8:
+            return images, labels
         if train and self.augment:
             images = random_shift(images, self.SHIFT)
         if images.ndim == 3:
             images = images.unsqueeze(1)
-        # The default dtype rather than float32, so that a test can compare runs in float64.
-        pixels = images.to(torch.get_default_dtype())
-        return pixels.sub_(self.mean).mul_(self.scale), labels
-
-
-@torch.no_grad()
-def check_fits(model: nn.Module, transform: Transform, *sets: ImageSet) -> None:
-    """Try a new model on an image of each set, and compare its logits with the labels.
-
-    A mismatch that is found here is one line. In a step on a GPU, a class without a logit is an
-    assert in a kernel, which names nothing.
-
-    Args:
-        model: on the device of ``transform``, not wrapped.
-
-    Raises:
-        DataError: the model, or the mean in ``SOURCES``, does not fit the images, or a class has
-            no logit.
-    """
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise DataError("--model has no parameter to train: unfreeze some")
-    model.eval()  # so that the image leaves no trace in running statistics
-    for dataset in sets:
-        if not len(dataset):
-            raise DataError("--dataset has an empty set: it needs images to train and to test")
-        try:
-            images, labels = transform(*dataset[:1])
-            outputs = model.forward(images)  # ``model(images)`` would compile for a single image
-        except (RuntimeError, ValueError) as error:
-            raise DataError(
-                f"--model cannot take the images of --dataset, {list(dataset.images.shape[1:])}"
-                f" ({error}): choose another --model, or change its layers (or mean and std in"
-                " SOURCES)"
-            ) from None
-        if labels.dtype != torch.int64:
-            continue
-        if not isinstance(outputs, Tensor) or (outputs.ndim, len(outputs)) != (2, 1):
-            shape = getattr(outputs, "shape", type(outputs).__name__)
-            raise DataError(
-                f"--model returns {shape} for one image: it has to return logits [1, C]"
-            )
-        if dataset.labels.max() >= outputs.shape[-1]:
-            raise DataError(
-                f"--dataset has the class {int(dataset.labels.max())}, and --model"
-                f" {outputs.shape[-1]} logits, for classes from 0 on: give it one for each class"
-            )
-    model.train()
-
-
-def _per_channel(value: float | tuple[float, ...], device: torch.device) -> Any:
-    """Return a number as it is, and one for each channel as a tensor [C, 1, 1]."""
-    return torch.tensor(value, device=device)[:, None, None] if isinstance(value, tuple) else value
+        if self.grey_scale is None:
+            pixels = images.to(self.scale.dtype).mul_(self.scale[:, None, None])
+            pixels.add_(self.offset[:, None, None])
+        else:  # one operation, since a GPU waits for the host to start each
+            pixels = torch.add(self.offset, images, alpha=self.grey_scale)
+        return pixels, labels
 
 
 def random_shift(images: Tensor, margin: int) -> Tensor:
@@ -307,20 +365,28 @@ def random_shift(images: Tensor, margin: int) -> Tensor:
     the default generator of the images' device.
     """
     padded = F.pad(images, (margin,) * 4).contiguous()  # also where channels came last
-    dy, dx = torch.randint(2 * margin + 1, (2, len(images)), device=images.device)
     # A shifted image is one contiguous piece of the padded image, with padding between its rows. So
     # each image takes one copy, which needs a third of the time of indexing pixel by pixel.
     step, *inner = padded.stride()
     pitch = inner[-2]
     size = step - 2 * margin * (pitch + 1)
-    first = torch.arange(0, len(images) * step, step, device=images.device)
-    first.add_(dx).add_(dy, alpha=pitch)
-    pieces = padded.flatten().unfold(0, size, 1).index_select(0, first)
+    starts = _piece_starts(len(images), step, pitch, margin, images.device)
+    places = torch.randint(starts.shape[1], (len(images), 1), device=images.device)
+    pieces = padded.flatten().unfold(0, size, 1).index_select(0, starts.gather(1, places)[:, 0])
     return pieces.as_strided(images.shape, (size, *inner))
 
 
-def load_dataset(name: str, data_dir: str) -> tuple[ImageSet, ImageSet]:
+@functools.lru_cache(maxsize=4)
+def _piece_starts(count: int, step: int, pitch: int, margin: int, device: torch.device) -> Tensor:
+    """Return where the piece of each shift, row by row, starts in each padded image [B, shifts]."""
+    images, way = torch.arange(0, count * step, step), torch.arange(2 * margin + 1)
+    return (images[:, None, None] + way[:, None] * pitch + way).flatten(1).to(device)
+
+
+def load_dataset(name: str, data_dir: str) -> tuple[Any, Any]:
     """Load the training set and the test set, and prepare them if no process has yet.
+
+    Your own may be any two map-style data sets of PyTorch, the same in every process.
 
     All processes of a job may call it at once, on a local disk or on a shared one. The process that
     takes the file lock prepares the data, and the others wait. No process group is needed.

@@ -1,10 +1,12 @@
 """The networks, which take images [B, 1, 28, 28] and return logits [B, 10], and the loss.
 
 To train your own, import it here and add a line to ``MODELS``. For another task than
-classification, change ``loss_and_correct``.
+classification, change ``loss_and_counts``.
 """
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -109,10 +111,13 @@ def build_model(name: str) -> nn.Module:
     return MODELS[name]().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def loss_and_correct(
+def loss_and_counts(
     outputs: Tensor, targets: Tensor, label_smoothing: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Return the mean loss of a batch, and which of its samples are predicted correctly.
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return the mean loss of a batch, and what is counted of it.
+
+    A line here adds a metric to all three scripts: its sum over all samples and ranks, divided by
+    their number, stands in the console, metrics.jsonl, TensorBoard and summary.json.
 
     Args:
         outputs: of the model, logits [B, C].
@@ -120,7 +125,8 @@ def loss_and_correct(
         label_smoothing: of training. An evaluation has none.
 
     Returns:
-        A float [], and bool [B].
+        The loss, float [], and the counts by name: ``count``, over how many samples the loss is a
+        mean, and any number of tensors, [B] or their sum []. ``correct`` is reported as accuracy.
 
     Raises:
         UsageError: targets of another kind. The loss would not fail, but mean nothing.
@@ -129,8 +135,18 @@ def loss_and_correct(
         kind, shape = str(targets.dtype).removeprefix("torch."), list(targets.shape)
         raise UsageError(
             f"the targets are {kind} {shape}, and cross-entropy takes class numbers, int64 [B]:"
-            " convert them, or change loss_and_correct in models.py"
+            " convert them, or change loss_and_counts in models.py"
         )
     targets = targets.to(outputs.device)  # on which DataParallel gathers its outputs
-    loss = F.cross_entropy(outputs, targets, label_smoothing=label_smoothing)
-    return loss, outputs.detach().argmax(1) == targets
+    goal = targets
+    if label_smoothing:  # as probabilities: F.cross_entropy's own takes twice the operations
+        goal = _smooth_targets(outputs.shape[1], label_smoothing, outputs.device)[targets]
+    loss = F.cross_entropy(outputs, goal)
+    correct = outputs.detach().argmax(1) == targets
+    return loss, {"count": len(targets), "correct": correct}
+
+
+@functools.cache
+def _smooth_targets(classes: int, smoothing: float, device: torch.device) -> Tensor:
+    """Return the probabilities that label smoothing gives the classes, for each class [C, C]."""
+    return torch.eye(classes, device=device) * (1 - smoothing) + smoothing / classes

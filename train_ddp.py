@@ -30,48 +30,50 @@ from torch.utils.data import DataLoader
 import data
 import models
 from utils import config, distributed, optim, output, signals
-from utils.cluster.launch import Job, launch
+from utils.checks import check_fits
+from utils.cluster.launch import launch
 from utils.device import Precision, select_devices, setup_device, setup_seed
 from utils.evaluation import evaluate
 from utils.run import Run
 from utils.weights import load_weights
 
 
-# DDP: every process calls this function, after `launch` below has brought all of them together.
-def train(args: argparse.Namespace, job: Job) -> int:
+# DDP: every process calls this function. `launch` below has let them meet, to name those that are
+# missing, and has put into the environment which process this is. All of them are a job.
+def train(args: argparse.Namespace, job) -> int:
     """Train with the flags ``args``, and return the exit status."""
-    train_set, test_set = data.load_dataset(args.dataset, args.data_dir)
-    # DDP: the launcher has numbered the processes: RANK counts over all machines, LOCAL_RANK on
-    # this machine. Each process takes a device of its own, or the only device that it can see.
+    sets = data.load_dataset(args.dataset, args.data_dir)
+    # DDP: the processes are numbered: RANK counts over all machines, LOCAL_RANK on this machine.
+    # Each process takes a device of its own, or the only device that it can see.
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     devices = select_devices(args.device, args.devices)
     device = devices[int(os.environ["LOCAL_RANK"]) % len(devices)]
-    setup_device(device, args.threads, job.ranks_sharing_cores)
-    # DDP: each process waits here for the others. Then they can call collectives, which NCCL runs
-    # between GPUs and gloo between CPUs.
-    backend = distributed.choose_backend(args.backend, device)
+    setup_device(device, args.threads)
+    setup_seed(args.seed, args.deterministic)
+    # DDP: the backend connects the processes, NCCL between GPUs and gloo between CPUs. From here on
+    # they can call collectives, which all of them have to call, in the same order.
     dist.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
+        backend=job.backend,
         store=job.rendezvous(),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=args.timeout),
-        device_id=device if backend == "nccl" else None,
+        device_id=device if "nccl" in job.backend else None,
     )
-    setup_seed(args.seed, args.deterministic)
 
-    if args.data_on_device:
-        train_set, test_set = train_set.to(device), test_set.to(device)
-    # DDP: --batch-size is the share of each process. The sampler, a DistributedSampler, splits the
-    # epoch before the loaders pack it. Together the batches of all ranks make one batch of a single
-    # process.
+    train_set, test_set = data.place(sets, device, args.data_on_device, args.num_workers, args.seed)
+    # DDP: --batch-size is the share of each process. A step uses the batches of all processes, and
+    # the learning rate below follows the size of that global batch.
     global_batch_size = args.batch_size * args.grad_accum_steps * world_size
+    # DDP: the sampler, a DistributedSampler, shuffles the epoch alike on all ranks, and then gives
+    # each rank its share.
     sampler = data.EpochSampler(train_set, global_batch_size, world_size, rank, args.seed)
     options = data.loader_options(test_set, args.num_workers, device)
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, **options)
     # DDP: each rank takes an unpadded share of the test set, so every sample counts exactly once.
-    test_shard = range(rank, len(test_set), world_size)
-    test_loader = DataLoader(test_set, data.EVAL_BATCH_SIZE, sampler=test_shard, **options)
+    test_loader = DataLoader(
+        test_set, data.EVAL_BATCH_SIZE, sampler=range(rank, len(test_set), world_size), **options
+    )
     transform = data.Transform(device, args.dataset, args.augment)
 
     raw_model = models.build_model(args.model).to(device)
@@ -80,12 +82,12 @@ def train(args: argparse.Namespace, job: Job) -> int:
     if args.compile:
         raw_model.compile()
     precision = Precision(device, args.amp)
-    # DDP: ranks with other data or code would train without an error, so they are compared first.
-    distributed.check_same(raw_model, train_set, test_set)
-    data.check_fits(raw_model, transform, train_set, test_set)
-    # DDP: wrapping broadcasts rank 0's weights, so that all ranks start from the same.
+    check_fits(raw_model, transform, train_set, test_set)
+    # DDP: with SyncBN, batch normalisation takes its statistics from the global batch. Without it,
+    # each rank normalises by its own batch.
     if args.sync_bn:
         raw_model = nn.SyncBatchNorm.convert_sync_batchnorm(raw_model)
+    # DDP: wrapping broadcasts rank 0's weights, so that all ranks start from the same.
     model = DistributedDataParallel(
         raw_model,
         device_ids=None if device.type == "cpu" else [device],
@@ -93,12 +95,14 @@ def train(args: argparse.Namespace, job: Job) -> int:
         bucket_cap_mb=args.bucket_cap_mb,
         find_unused_parameters=args.find_unused_parameters,
     )
-    model.broadcast_buffers = False  # after wrapping. Once before each evaluation is enough
+    # DDP: only evaluations read running statistics, which are broadcast before them. If forwards in
+    # training read buffers (a codebook, a queue), remove this line. Then DDP broadcasts rank 0's
+    # before each forward.
+    model.broadcast_buffers = False
     # DDP: after its first backward DDP groups the gradients into new buckets. Sums over three or
     # more ranks then differ in the last bit. So one backward that changes nothing comes first, and
     # a resumed run computes the same sums as an uninterrupted one.
-    images = transform(*train_set[: args.batch_size], train=True)[0]
-    distributed.warm_up(model, images, precision.autocast())
+    distributed.warm_up(model, train_loader, transform, precision)
 
     lr = optim.scale_lr(args.lr, args.lr_scaling, global_batch_size, config.DEFAULT_BATCH_SIZE)
     optimizer = optim.build_optimizer(raw_model, lr, args.momentum, args.weight_decay)
@@ -106,8 +110,9 @@ def train(args: argparse.Namespace, job: Job) -> int:
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
 
     # DDP: rank 0 alone writes the folder, checkpoints and logs. All ranks load what rank 0 reads.
-    # If ranks are lost, the job names them.
-    with Run(args, device, sampler, raw_model, optimizer, scaler, job) as run:
+    # Each rank draws other random numbers, since Run seeds each step from --seed and the rank. If
+    # ranks are lost, the job names them.
+    with Run(args, device, sampler, raw_model, optimizer, scaler, rank, job) as run:
         while not run.progress.is_finished:
             sampler.set_epoch(run.progress.epoch, run.progress.epoch_samples)
             model.train()
@@ -120,11 +125,11 @@ def train(args: argparse.Namespace, job: Job) -> int:
                 with precision.autocast():
                     # DDP: each rank computes its own batch, with its own copy of the model.
                     outputs = model(images)
-                    loss, correct = models.loss_and_correct(outputs, targets, args.label_smoothing)
+                    loss, counted = models.loss_and_counts(outputs, targets, args.label_smoothing)
                 # DDP: the backward averages the gradients over the ranks, bucket by bucket, while
                 # it computes them. optimizer.step() sends nothing.
                 scaler.scale(loss / args.grad_accum_steps).backward()
-                run.metrics.update(loss, correct)
+                run.metrics.update(loss, counted)
                 if is_last:
                     if args.max_grad_norm:
                         scaler.unscale_(optimizer)  # or the norm would be that of scaled gradients
@@ -140,7 +145,15 @@ def train(args: argparse.Namespace, job: Job) -> int:
             # statistics.
             for buffer in raw_model.buffers():
                 dist.broadcast(buffer, src=0)
-            run.end_epoch(evaluate(raw_model, test_loader, transform, precision))
+            test = evaluate(raw_model, test_loader, transform, precision)
+            # DDP: each rank has counted its own samples. Their sums are added up over the ranks, in
+            # place and on the CPU, before anything is divided.
+            for metrics in (run.metrics, test):
+                dist.all_reduce(metrics.sums)
+            run.end_epoch(test)
+    # DDP: not in a `finally`. After an error on one rank, the others wait in a collective, and this
+    # call could wait for them.
+    dist.destroy_process_group()
     return run.exit_status
 
 
@@ -149,8 +162,7 @@ def main() -> int:
     output.protect()
     signals.install_handlers()
     args = config.parse_args(__file__, __doc__)
-    # DDP: `launch` finds out how this process was started, waits for the others, and calls `train`.
-    # It destroys the process group in any case, also after an error.
+    # DDP: `launch` finds out how this process was started, meets the others, and calls `train`.
     return launch(train, args)
 
 

@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader
 import data
 import models
 from utils import config, optim, output, signals
-from utils.data_parallel import CPUDataParallel, keep_autocast_dtype, select_devices
+from utils.checks import check_fits
+from utils.data_parallel import CPUDataParallel, keep_autocast_dtype, place_replicas
 from utils.device import Precision, setup_device, setup_seed
 from utils.errors import guard
 from utils.evaluation import evaluate
@@ -32,14 +33,13 @@ from utils.weights import load_weights
 
 def train(args: argparse.Namespace) -> int:
     """Train with the flags ``args``, and return the exit status."""
-    train_set, test_set = data.load_dataset(args.dataset, args.data_dir)
+    sets = data.load_dataset(args.dataset, args.data_dir)
     # DP: one process uses several devices. The model lives on the first one.
-    device, devices = select_devices(args.device, args.devices, args.replicas, args.output_device)
+    device, devices = place_replicas(args.device, args.devices, args.replicas, args.output_device)
     setup_device(device, args.threads)
     setup_seed(args.seed, args.deterministic)
 
-    if args.data_on_device:
-        train_set, test_set = train_set.to(device), test_set.to(device)
+    train_set, test_set = data.place(sets, device, args.data_on_device, args.num_workers, args.seed)
     # DP: --batch-size is the share of each device.
     global_batch_size = args.batch_size * len(devices) * args.grad_accum_steps
     sampler = data.EpochSampler(train_set, global_batch_size, seed=args.seed)
@@ -55,12 +55,13 @@ def train(args: argparse.Namespace) -> int:
     if args.compile:
         raw_model.compile()
     precision = Precision(device, args.amp)
-    data.check_fits(raw_model, transform, train_set, test_set)
+    check_fits(raw_model, transform, train_set, test_set)
     # DP: wrapping copies nothing yet. On a CPU nn.DataParallel would only call the model. So a CPU
     # gets a stand-in, which runs the same algorithm on threads.
-    model: nn.DataParallel = CPUDataParallel(raw_model, len(devices))
     if device.type != "cpu":
         model = nn.DataParallel(raw_model, device_ids=devices, output_device=args.output_device)
+    else:
+        model = CPUDataParallel(raw_model, len(devices))
     keep_autocast_dtype(raw_model, precision)  # PyTorch's threads would forget bf16
 
     lr = optim.scale_lr(args.lr, args.lr_scaling, global_batch_size, config.DEFAULT_BATCH_SIZE)
@@ -79,11 +80,11 @@ def train(args: argparse.Namespace) -> int:
                     # DP: every forward splits the batch, copies the model to every device, runs the
                     # copies in threads, and gathers their outputs on one device.
                     outputs = model(images)
-                    loss, correct = models.loss_and_correct(outputs, targets, args.label_smoothing)
+                    loss, counted = models.loss_and_counts(outputs, targets, args.label_smoothing)
                 # DP: the backward sums the gradients of all copies on the first device. The loss is
                 # the mean over the gathered batch, so the sum is the gradient of the whole batch.
                 scaler.scale(loss / args.grad_accum_steps).backward()
-                run.metrics.update(loss, correct)
+                run.metrics.update(loss, counted)
                 if is_last:
                     if args.max_grad_norm:
                         scaler.unscale_(optimizer)  # or the norm would be that of scaled gradients
@@ -95,7 +96,8 @@ def train(args: argparse.Namespace) -> int:
                     run.end_step()
             if run.signal:
                 break
-            run.end_epoch(evaluate(raw_model, test_loader, transform, precision))
+            test = evaluate(raw_model, test_loader, transform, precision)
+            run.end_epoch(test)
     return run.exit_status
 
 

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 import data
 import models
 from utils import config, optim, output, signals
+from utils.checks import check_fits
 from utils.device import Precision, select_devices, setup_device, setup_seed
 from utils.errors import guard
 from utils.evaluation import evaluate
@@ -30,13 +31,12 @@ from utils.weights import load_weights
 
 def train(args: argparse.Namespace) -> int:
     """Train with the flags ``args``, and return the exit status."""
-    train_set, test_set = data.load_dataset(args.dataset, args.data_dir)
+    sets = data.load_dataset(args.dataset, args.data_dir)
     device = select_devices(args.device, args.devices)[0]
     setup_device(device, args.threads)
     setup_seed(args.seed, args.deterministic)
 
-    if args.data_on_device:
-        train_set, test_set = train_set.to(device), test_set.to(device)
+    train_set, test_set = data.place(sets, device, args.data_on_device, args.num_workers, args.seed)
     global_batch_size = args.batch_size * args.grad_accum_steps
     sampler = data.EpochSampler(train_set, global_batch_size, seed=args.seed)
     options = data.loader_options(test_set, args.num_workers, device)
@@ -50,7 +50,7 @@ def train(args: argparse.Namespace) -> int:
     if args.compile:
         raw_model.compile()
     precision = Precision(device, args.amp)
-    data.check_fits(raw_model, transform, train_set, test_set)
+    check_fits(raw_model, transform, train_set, test_set)
     model = raw_model
 
     lr = optim.scale_lr(args.lr, args.lr_scaling, global_batch_size, config.DEFAULT_BATCH_SIZE)
@@ -67,9 +67,9 @@ def train(args: argparse.Namespace) -> int:
                 images, targets = transform(images, targets, train=True)
                 with precision.autocast():
                     outputs = model(images)
-                    loss, correct = models.loss_and_correct(outputs, targets, args.label_smoothing)
+                    loss, counted = models.loss_and_counts(outputs, targets, args.label_smoothing)
                 scaler.scale(loss / args.grad_accum_steps).backward()
-                run.metrics.update(loss, correct)
+                run.metrics.update(loss, counted)
                 if is_last:
                     if args.max_grad_norm:
                         scaler.unscale_(optimizer)  # or the norm would be that of scaled gradients
@@ -81,7 +81,8 @@ def train(args: argparse.Namespace) -> int:
                     run.end_step()
             if run.signal:
                 break
-            run.end_epoch(evaluate(raw_model, test_loader, transform, precision))
+            test = evaluate(raw_model, test_loader, transform, precision)
+            run.end_epoch(test)
     return run.exit_status
 
 

@@ -2,8 +2,9 @@
 
 import io
 import math
+import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from utils import distributed
-from utils.errors import DISK
+from utils.errors import DISK, UsageError
 from utils.files import replace_file
 from utils.progress import Progress
-from utils.weights import CheckpointError, load_state, read_tensors
+from utils.weights import CheckpointError, DamagedFile, load_state, read_tensors
 
-FORMAT = 3
+FORMAT = 4
+LOWER_RATE = "choose a lower --lr"  # in the reason of each run that diverged
 
 
 @dataclass
@@ -30,6 +32,7 @@ class Checkpointer:
             learning rate of the world size that saved it.
         scaler: the gradient scaler. A disabled one has an empty state.
         identity: what has to stay the same in a run (model, data set, seed), name to value.
+        extra: more to save beside the model, by name, with ``state_dict`` and ``load_state_dict``.
     """
 
     folder: Path
@@ -37,6 +40,35 @@ class Checkpointer:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     identity: dict[str, Any]
+    extra: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        own = {"optimizer": type(self.optimizer).__name__, "extra": [*self.extra]}
+        self.identity = self.identity | own
+        # A buffer may be infinite on purpose, as a causal mask is.
+        state = self.model.state_dict().items()
+        self.finite = [name for name, v in state if isinstance(v, Tensor) and _is_finite(v)]
+        self.is_damaged = False  # last.pt, instead of which previous.pt was read
+        self._names()  # which may fail
+
+    def _names(self) -> list[str]:
+        """Return the names of the optimizer's parameters, in the order of its groups.
+
+        Its state goes by them, since the order and the groups may be others when a run resumes.
+
+        Raises:
+            UsageError: a parameter is in no module, so that its value would not be saved.
+        """
+        parts = {"model": self.model} | self.extra
+        modules = nn.ModuleDict({k: p for k, p in parts.items() if isinstance(p, nn.Module)})
+        names = {parameter: name for name, parameter in modules.named_parameters()}
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if not {*parameters} <= {*names}:
+            raise UsageError(
+                "the optimizer trains a parameter that is not saved, since it is not the model's:"
+                " pass its module to Run in `extra`"
+            )
+        return [names[parameter] for parameter in parameters]
 
     def save(self, progress: Progress) -> None:
         """Write ``last.pt`` on rank 0. The checkpoint before stays as ``previous.pt``.
@@ -45,22 +77,22 @@ class Checkpointer:
             CheckpointError: a number is not finite, the disk is full, there is no permission...
                 Earlier checkpoints are whole.
         """
-        # By name, since the order of the parameters may change.
-        names = [name for name, _ in self.model.named_parameters()]
-        optimizer_state = self.optimizer.state_dict()["state"]
-        state = {
+        names, optimizer_state = self._names(), self.optimizer.state_dict()["state"]
+        state: dict[str, Any] = {
             "format": FORMAT,
             "identity": self.identity,
-            "progress": asdict(progress),  # the fields of Position
+            "progress": progress.position,
             "model": self.model.state_dict(),
             "optimizer": {names[i]: own for i, own in optimizer_state.items()},
             "scaler": self.scaler.state_dict(),
+            "extra": {name: part.state_dict() for name, part in self.extra.items()},
         }
+        weights = [state["model"].get(name) for name in self.finite]
         # Checked on every rank, so that all of them end here.
-        if not _is_finite(state):
+        if not _is_finite([state["progress"], state["optimizer"], weights]):
             not_finite = CheckpointError(
                 f"weights or losses are not finite at step {progress.global_step}, which is not"
-                " saved: choose a lower --lr or --max-grad-norm"
+                f" saved: {LOWER_RATE} or --max-grad-norm"
             )
             not_finite.reported_elsewhere = distributed.rank() != 0
             raise not_finite
@@ -71,7 +103,11 @@ class Checkpointer:
         last = self.folder / "last.pt"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            replace_file(last, content.getbuffer(), keep_as=self.folder / "previous.pt")
+            if self.is_damaged:  # kept, and not as previous.pt, which is good
+                os.replace(last, self.folder / "damaged.pt")
+                self.is_damaged = False
+            with content.getbuffer() as whole:  # left open, Python 3.13 complains after an error
+                replace_file(last, whole, keep_as=self.folder / "previous.pt")
         except OSError as error:
             advice = "make room and " if error.errno in DISK else ""
             raise CheckpointError(
@@ -85,46 +121,47 @@ class Checkpointer:
         Every rank gets the file that rank 0 reads, even if the ranks share no disk.
 
         Raises:
-            CheckpointError: no checkpoint is whole, or it belongs to another model, data set or
-                seed.
+            CheckpointError: no checkpoint is whole, or it belongs to another model, data set, seed
+                or optimizer. Nothing on the disk has changed.
         """
         state = distributed.call_on_rank_0(self._read_newest)
         if state is None:
             return
-        load_state(self.model, state["model"], self.folder)
-        own = self.optimizer.state_dict()
-        for i, (name, _) in enumerate(self.model.named_parameters()):
+        load_state(self.model, state["model"], f"{self.folder} does not fit --model")
+        own, saved = self.optimizer.state_dict(), state["optimizer"]
+        for i, name in enumerate(self._names()):
             # A parameter that was not trained keeps its own state.
-            own["state"][i] = own["state"].get(i, {}) | state["optimizer"].get(name, {})
-        self.optimizer.load_state_dict(own)
+            own["state"][i] = own["state"].get(i, {}) | saved.get(name, {})
+        load_state(self.optimizer, own, f"{self.folder} does not fit the optimizer")
         if state["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
+        for name, part in self.extra.items():
+            load_state(part, state["extra"][name], f"{self.folder} does not fit {name}")
         progress.restore(state["progress"])
 
     def _read_newest(self) -> dict[str, Any] | None:
-        problems: list[str] = []
-        for name in ("last.pt", "previous.pt"):
-            path = self.folder / name
+        damage = ""
+        for path in (self.folder / "last.pt", self.folder / "previous.pt"):
             if not path.exists():
                 continue
             try:
                 state = read_checkpoint(path)
-            except CheckpointError as error:
-                problems.append(str(error))
+            except DamagedFile as error:
+                damage += f"{error}; "
                 continue
-            for problem in problems:
-                print(f"warning: {problem}; continuing from {path}", file=sys.stderr)
-                # Otherwise the next save would keep the damaged file, and discard the good one.
-                (self.folder / "last.pt").unlink()
             for key, ours in self.identity.items():
                 if (theirs := state["identity"].get(key)) != ours:
                     raise CheckpointError(
                         f"{path} was trained with {key} {theirs}, this command says {ours}: use the"
                         " same, or another --run-dir"
                     )
+            if damage:
+                self.is_damaged = True
+                kept = "The next save keeps it as damaged.pt"
+                print(f"warning: {damage}continuing from {path}. {kept}", file=sys.stderr)
             return state
-        if problems:
-            raise CheckpointError(f"no whole checkpoint to resume from: {'; '.join(problems)}")
+        if damage:
+            raise CheckpointError(f"no whole checkpoint: {damage}begin anew in another --run-dir")
         print(f"warning: no checkpoint in {self.folder}: starting at step 0", file=sys.stderr)
         return None
 

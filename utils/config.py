@@ -19,6 +19,9 @@ PATH = os.path.expanduser  # a shell leaves the ~ of --run-dir=~/x
 SMALL = 1e-12  # in place of 0, which makes no sense
 LARGE = 2**53  # beyond which a float does not hold every whole number
 MAX_THREADS = 4096  # far beyond which OpenMP crashes
+# Flags that may differ between hosts: hardware, folders, places, and what rank 0 alone reads.
+OF_ONE_HOST = """device devices threads num_workers data_on_device data_dir run_dir resume progress
+tensorboard log_every init_method rank world_size local_rank nprocs nnodes node_rank"""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -80,7 +83,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--data-dir", type=PATH, default="data", help="in torchvision's layout (MNIST/raw)")
     add("--num-workers", type=COUNT, default=0, help="loader workers of each process")
     add("--augment", action=argparse.BooleanOptionalAction, default=True, help="random shift")
-    add("--data-on-device", action="store_true", help="keep the set on the GPU")
+    on_device = "keep the set on the GPU (default: if it is small, and --num-workers 0)"
+    add("--data-on-device", action=argparse.BooleanOptionalAction, help=on_device)
 
     add = parser.add_argument_group("training").add_argument
     add("--model", choices=list(models.MODELS), default="convnet")
@@ -162,16 +166,10 @@ def parse_args(
 
 
 def shared(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what every process of a job has to have the same."""
-    names = (
-        "dataset model batch_size grad_accum_steps epochs max_steps lr seed amp sync_bn compile"
-        " save_every_steps bucket_cap_mb find_unused_parameters lr_scaling momentum weight_decay"
-        " label_smoothing warmup_epochs max_grad_norm augment"
-    )
+    """Return what every process of a job has to have the same: all but ``OF_ONE_HOST``."""
+    shared = {k: value for k, value in vars(args).items() if k not in OF_ONE_HOST.split()}
     # Hosts may have the file of weights under other names.
-    return {name: getattr(args, name) for name in names.split()} | {
-        "init_weights": bool(args.init_weights)
-    }
+    return shared | {"init_weights": bool(args.init_weights)}
 
 
 def find_conflict(args: argparse.Namespace) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
+from torch.utils._pytree import tree_map
 
 from utils import device
 from utils.errors import UsageError
@@ -16,7 +17,7 @@ START_SECONDS = 60.0  # seconds for all threads of a forward to start
 CPU_REPLICAS = 2  # the fewest with which DataParallel splits anything
 
 
-def select_devices(
+def place_replicas(
     kind: str, ids: list[int] | None, replicas: int | None, output_device: int | None
 ) -> tuple[torch.device, list[torch.device]]:
     """Return the device of the model, and all devices: GPUs, or the CPU once for each replica.
@@ -32,10 +33,10 @@ def select_devices(
     """
     devices = device.select_devices(kind, ids)
     kind = devices[0].type
-    if kind == "mps":
+    if kind in ("mps", "xpu"):  # one device, and no communication between several
         raise UsageError(
-            "DataParallel does not work on mps, which is one device: use train_single.py, or"
-            " --device cpu --replicas 2"
+            f"DataParallel does not work on {kind}: use train_single.py, or --device cpu"
+            " --replicas 2"
         )
     if kind == "cpu":
         if output_device is not None:
@@ -63,9 +64,12 @@ def keep_autocast_dtype(raw_model: nn.Module, precision: device.Precision) -> No
     that fp16 needs.
     """
 
+    dtype = precision.dtype
+    if dtype is None:  # nor could a scripted model take the hook
+        return
+
     def set_dtype(replica: nn.Module, inputs: Any) -> None:
-        if precision.dtype is not None:
-            torch.set_autocast_dtype(precision.device_type, precision.dtype)
+        torch.set_autocast_dtype(precision.device_type, dtype)
 
     raw_model.register_forward_pre_hook(set_dtype)
 
@@ -98,7 +102,10 @@ class CPUDataParallel(nn.DataParallel):
         count = len(device_ids)
 
         def split(value: Any) -> Sequence[Any]:
-            return value.chunk(count, self.dim) if isinstance(value, Tensor) else [value] * count
+            if not isinstance(value, Tensor):
+                return [value] * count
+            # Views would share their version, and a forward may change its input in place.
+            return [chunk.clone() for chunk in value.chunk(count, self.dim)]
 
         shares = list(zip(*map(split, inputs), strict=False))  # a small batch has fewer chunks
         named = {name: split(value) for name, value in (kwargs or {}).items()}
@@ -132,13 +139,19 @@ class CPUDataParallel(nn.DataParallel):
             return list(pool.map(work, range(len(replicas))))
 
     @record_function("DataParallel.gather")
-    def gather(self, outputs: Sequence[Tensor], output_device: Any) -> Tensor:
-        """Join the outputs [B/n, ...] to one [B, ...]. Its backward hands out the gradients.
+    def gather(self, outputs: Sequence[Any], output_device: Any) -> Any:
+        """Join the outputs [B/n, ...] to one [B, ...], also in a tuple, list or dict.
 
-        Scalars become a vector of one for each replica, as on GPUs.
+        Their backward hands out the gradients. Scalars become a vector of one for each replica, as
+        on GPUs.
         """
-        parts = [output.reshape(1) if output.ndim == 0 else output for output in outputs]
-        return torch.cat(parts, self.dim)
+
+        def join(*parts: Any) -> Any:
+            if not isinstance(parts[0], Tensor):
+                return parts[0]
+            return torch.cat([part.reshape(1) if part.ndim == 0 else part for part in parts])
+
+        return tree_map(join, *outputs)
 
 
 def _replica(module: nn.Module, share: bool) -> nn.Module:

@@ -50,28 +50,28 @@ def select_devices(kind: str, ids: list[int] | None = None) -> list[torch.device
     return [torch.device(kind, index) for index in ids or range(count)]
 
 
-def setup_device(device: torch.device, threads: int | None, processes: int = 1) -> None:
+def setup_device(device: torch.device, threads: int | None) -> None:
     """Make ``device`` the current one and bound this process's CPU threads.
 
-    Torch would take every core in each process, so the processes share the cores. Without
-    ``--threads`` the user's ``OMP_NUM_THREADS`` counts. Under torchrun it does not count: torchrun
-    sets it to 1 if the user has not, and a process cannot know who set it.
+    Without ``--threads`` the variable ``OMP_NUM_THREADS`` counts, in which ``launch`` has noted the
+    share of a rank, and without both every core that this process may use.
 
     Args:
         device: as ``select_devices`` returns it.
-        threads: CPU threads, or None for ``OMP_NUM_THREADS`` or an equal share.
-        processes: how many processes of this job share the machine.
+        threads: CPU threads, or None for ``OMP_NUM_THREADS`` or all cores.
     """
-    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    is_number = given.isdecimal() and len(given) < 5  # with more of them OpenMP crashes
-    if threads is None and is_number and "TORCHELASTIC_RUN_ID" not in os.environ:
-        threads = int(given)
-    torch.set_num_threads(threads or max(1, usable_cores() // processes))
+    torch.set_num_threads(threads or openmp_threads() or usable_cores())
     _keep_freed_memory()
     if device.type in ("cuda", "xpu"):
         # This comes before any allocation. Otherwise each rank would also open a context on device
         # 0.
         torch.get_device_module(device).set_device(device.index)
+
+
+def openmp_threads() -> int:
+    """Return the number in ``OMP_NUM_THREADS``, or 0 if there is none that OpenMP survives."""
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(given) if given.isdecimal() and len(given) < 5 else 0
 
 
 def _keep_freed_memory() -> None:

@@ -1,7 +1,10 @@
 """Errors that a person can correct: one line that says what is wrong and what to do."""
 
 import errno
+import json
 import multiprocessing
+import os
+import re
 import signal
 import sys
 import time
@@ -48,6 +51,9 @@ def describe(error: BaseException) -> str:
 
 REPORT_SECONDS = 10.0  # for the rank that reports for its node, which may still be importing
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+# PyTorch's lines about parameters that a forward left unused. They give indices, and with
+# TORCH_DISTRIBUTED_DEBUG=INFO names.
+UNUSED = re.compile("Parameters? [^:\\n]*not receive grad[^:\\n]*: .*")
 MEMORY = "out of memory: lower --batch-size, or raise --grad-accum-steps to keep the global batch"
 NO_SHARED_MEMORY = (
     "/dev/shm has no room for the batches of the loader workers: make it larger (docker run"
@@ -59,11 +65,12 @@ KNOWN = {
     "unable to allocate shared memory": NO_SHARED_MEMORY,
     "Too many open files": "too many open files: raise `ulimit -n` (1024 will do), or lower"
     " --num-workers",
+    "Attempted to use an uninitialized parameter": "--model has a lazy layer: give it its size, or"
+    " call the model once where it is built",
+    "Expected more than 1 value per channel when training": "--batch-size is too small for batch"
+    " normalisation, which needs more than one sample on each device",
     "SyncBatchNorm layers only work with GPU modules": "--sync-bn: SyncBatchNorm works on GPUs"
     " only, drop it on a CPU",
-    "Expected to have finished reduction in the prior iteration": "a parameter got no gradient on"
-    " this rank in the step before, and DDP waits for one of each: use it in every forward, freeze"
-    " it, or pass --find-unused-parameters",
 }
 
 
@@ -72,6 +79,8 @@ def explain(error: Exception) -> Exception:
 
     Any other error is returned as it is.
     """
+    if isinstance(error, UserError):  # it has been explained
+        return error
     text = (str(error).splitlines() or [""])[0]
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return UserError(MEMORY)
@@ -80,9 +89,15 @@ def explain(error: Exception) -> Exception:
         return UserError(
             f"cannot write {where} ({error.strerror}): make room, and continue with --resume"
         )
+    if unused := UNUSED.findall(str(error)):
+        return UserError(
+            f"{'; '.join(map(str.strip, unused))}. DDP waits for a gradient of each: use them in"
+            " every forward, freeze them, or pass --find-unused-parameters"
+            " (TORCH_DISTRIBUTED_DEBUG=INFO gives their names)"
+        )
     for part, message in KNOWN.items():
         # In the whole text, since the error of a loader worker comes with its traceback before it.
-        if part in str(error) and not isinstance(error, UserError):
+        if part in str(error):
             is_usage = message.startswith(("--", NO_SHARED_MEMORY))
             return (UsageError if is_usage else UserError)(message)
     if isinstance(error, OSError) and error.filename:
@@ -100,24 +115,33 @@ def explain(error: Exception) -> Exception:
 
 def guard(run: Callable[..., int], *args: object) -> int:
     """Call ``run(*args)`` and return the exit status. A ``UserError`` is a line on stderr."""
-    name = Path(sys.argv[0]).name
     try:
         return run(*args)
     except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
         return 130
     except Exception as raised:
         error = explain(raised)
         if not isinstance(error, UserError):
             raise
-        if not error.reported_elsewhere:
-            if error.exit_status:
-                print(f"{name}: error: {error}", file=sys.stderr)
-            else:
-                print(error)
+        report(error)
         return error.exit_status
     finally:
         end_workers()
+
+
+def report(error: UserError) -> None:
+    """Print an error, unless another process does, and leave it for torchrun's summary."""
+    if not error.reported_elsewhere:
+        if error.exit_status:
+            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        else:
+            print(error)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and error.exit_status:  # the form of torch.distributed.elastic's ``record``
+        content = {"message": str(error), "extraInfo": {"timestamp": f"{time.time():.0f}"}}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": content}))
 
 
 def let_another_rank_report() -> None:

@@ -6,19 +6,19 @@ import torch
 from torch import Tensor, nn
 
 import data
-from models import loss_and_correct
+import models
 from utils.device import Precision
 from utils.metrics import Metrics
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def evaluate(
     raw_model: nn.Module,
     loader: Iterable[tuple[Tensor, Tensor]],
     transform: data.Transform,
     precision: Precision,
 ) -> Metrics:
-    """Return loss, correct predictions and count of the loader's samples, as sums.
+    """Return the sums of what ``models.loss_and_counts`` counts over the loader's samples.
 
     The model is the unwrapped one, because a forward of DDP may be a collective. Each rank may have
     a different number of batches, or none.
@@ -28,5 +28,5 @@ def evaluate(
     for images, targets in data.batches(loader):
         images, targets = transform(images, targets)
         with precision.autocast():
-            metrics.update(*loss_and_correct(raw_model(images), targets))
+            metrics.update(*models.loss_and_counts(raw_model(images), targets))
     return metrics

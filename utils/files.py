@@ -18,7 +18,8 @@ QUIET_SECONDS = 2.0  # of waiting, before a line names the holder of the lock
 def replace_file(path: Path, content: bytes | memoryview, keep_as: Path | None = None) -> None:
     """Replace a file as a whole, and wait until the disk has it.
 
-    A reader finds the old file or the new one, at every moment and after a crash.
+    A reader finds the old file or the new one, at every moment and after a crash. Where a file
+    cannot have two names, there may be a moment with the file under ``keep_as`` only.
 
     Args:
         path: the file. Its folder exists.
@@ -35,9 +36,11 @@ def replace_file(path: Path, content: bytes | memoryview, keep_as: Path | None =
             file.flush()
             os.fsync(file.fileno())
         if keep_as is not None and path.exists():
-            # A second name, not a move: ``path`` exists at every moment.
             keep_as.unlink(missing_ok=True)
-            os.link(path, keep_as)
+            try:
+                os.link(path, keep_as)  # a second name, so that ``path`` exists at every moment
+            except OSError:  # exFAT, FUSE and others know no second name
+                os.replace(path, keep_as)
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """The reports of a run: console, TensorBoard, metrics.jsonl."""
 
 import json
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from utils.progress import Progress
 # tqdm's own lock is a semaphore between processes. A rank that ends at once would leave it behind.
 tqdm.set_lock(threading.RLock())
 
+NO_AVERAGES = ("_correct", "_count")  # in a row of metrics.jsonl
 FEW_STEPS = 100  # fewer get a line, since large batches need as many steps as small ones
 
 
@@ -32,14 +34,13 @@ class Logger:
     ) -> None:
         self.folder, self.progress, self.is_main = folder, progress, is_main
         self.tensorboard, self.show_bar = tensorboard and is_main, show_bar and is_main
-        self.first_samples = progress.samples_seen
         self.bar = tqdm(disable=True)  # until an epoch begins
         self.writer: Any = None
         if is_main:
             self._cut_metrics()
 
-    def header(self, facts: dict[str, Any]) -> None:
-        """Print what the run consists of, and the head of its table."""
+    def header(self, facts: dict[str, Any], note: str) -> None:
+        """Print what the run consists of, and the head of its table. Open TensorBoard's file."""
         if not self.is_main:
             return
         devices = f"{facts['num_devices']} x " if facts["num_devices"] > 1 else ""
@@ -58,6 +59,8 @@ class Logger:
             lines["steps"] = f"{steps} in all, which is few: raise --epochs or lower --batch-size"
         if facts["resumed_from"] is not None:
             lines["resumed"] = f"at step {facts['resumed_from']}"
+        if note:
+            lines["note"] = note
         for name, value in lines.items():
             print(f"{name:<8}{value}")
         # The table is narrow enough for half a screen.
@@ -66,6 +69,14 @@ class Logger:
             f"epoch {'loss':>6} {'acc':>6} {'loss':>6} {'acc':>6} {'images/s':>8} {'time':>6}",
             flush=True,
         )
+
+        if self.tensorboard and not self.progress.is_finished:
+            # Imported where it is used, and before a step is timed: a GPU makes hundreds meanwhile.
+            from torch.utils.tensorboard import SummaryWriter
+
+            # TensorBoard discards events beyond the checkpoint that the run starts from.
+            start = self.progress.samples_seen
+            self.writer = SummaryWriter(str(self.folder), purge_step=start + 1)
 
     def start_epoch(self, steps: int) -> None:
         """Show the bar of an epoch that has this many steps left."""
@@ -80,11 +91,12 @@ class Logger:
             disable=None if self.show_bar else True,
         )
 
-    def step(self, loss: float, accuracy: float) -> None:
-        """Log the metrics of the epoch so far."""
-        self.bar.set_postfix_str(f"loss {loss:.3f}, {accuracy:.1%}", refresh=False)
-        rate = self.progress.learning_rate
-        self._scalars({"step/loss": loss, "step/accuracy": accuracy, "step/learning_rate": rate})
+    def step(self, averages: dict[str, float], learning_rate: float) -> None:
+        """Log the averages of the epoch so far, those of rank 0's share."""
+        accuracy = f", {averages['accuracy']:.1%}" if "accuracy" in averages else ""
+        self.bar.set_postfix_str(f"loss {averages['loss']:.3f}{accuracy}", refresh=False)
+        self._scalars({f"running_mean_rank_0/{name}": value for name, value in averages.items()})
+        self._scalars({"step/learning_rate": learning_rate})
 
     def evaluated(self, row: dict[str, Any]) -> None:
         """Log an evaluation: a row of the table and of metrics.jsonl, and the epoch's curves."""
@@ -92,15 +104,19 @@ class Logger:
             return
         with open(self.folder / "metrics.jsonl", "a") as file:
             file.write(f"{json.dumps(row)}\n")
-        speed = row["images_per_second"]
-        print(
-            f"{row['epoch']:>5} {row['train_loss']:>6.4f} {row['train_accuracy']:>6.2%}"
-            f" {row['test_loss']:>6.4f} {row['test_accuracy']:>6.2%}"
-            f" {f'{speed:,.0f}' if speed else '-':>8} {row['seconds']:>5.1f}s",
-            flush=True,
-        )
-        curves = ("train_loss", "train_accuracy", "test_loss", "test_accuracy")
-        self._scalars({name.replace("_", "/"): row[name] for name in curves})
+        speed, averages = row["images_per_second"], {**row}
+        cells = [f"{row['epoch']:>5}"]
+        for name in ("train_loss", "train_accuracy", "test_loss", "test_accuracy"):
+            value, form = averages.pop(name), ".2%" if "accuracy" in name else ".4f"
+            cells.append(f"{'-' if value is None else format(value, form):>6}")
+            self._scalars({name.replace("_", "/"): value})
+        cells += [f"{f'{speed:,.0f}' if speed else '-':>8}", f"{row['seconds']:>5.1f}s"]
+        # What a project of one's own counts beside these.
+        for name, value in averages.items():
+            if name.startswith(("train_", "test_")) and not name.endswith(NO_AVERAGES):
+                cells.append(f" {name} {value:.4f}")
+                self._scalars({name.replace("_", "/", 1): value})
+        print(" ".join(cells), flush=True)
         self._scalars({"train/images_per_second": speed})
 
     def say(self, text: str) -> None:
@@ -110,8 +126,11 @@ class Logger:
 
     def close(self) -> None:
         self.bar.close()
-        if self.writer is not None:
-            self.writer.close()
+        try:
+            if self.writer is not None:
+                self.writer.close()
+        except OSError as error:  # it flushes, and a full disk must not hide how the run ended
+            print(f"warning: TensorBoard's events are cut off ({error.strerror})", file=sys.stderr)
 
     def _cut_metrics(self) -> None:
         """Keep the complete rows up to the checkpoint that this attempt starts from."""
@@ -121,17 +140,18 @@ class Logger:
             rows = [row for row in path.read_bytes().splitlines(True) if row.endswith(b"\n")]
             # The row of an epoch that --max-steps ended counts only while the run ends there.
             last = self.progress.epoch + self.progress.is_finished
-            kept = [row for row in rows if json.loads(row)["epoch"] <= last]
+            kept = [row for row in rows if _epoch(row) <= last]
             replace_file(path, b"".join(kept))
 
     def _scalars(self, values: dict[str, float | None]) -> None:
-        if not self.tensorboard:
-            return
-        if self.writer is None:  # imported late, since this takes a while
-            from torch.utils.tensorboard import SummaryWriter
-
-            # TensorBoard discards events beyond the checkpoint that the run starts from.
-            self.writer = SummaryWriter(str(self.folder), purge_step=self.first_samples + 1)
         for tag, value in values.items():
-            if value is not None:
+            if value is not None and self.writer is not None:
                 self.writer.add_scalar(tag, value, self.progress.samples_seen)
+
+
+def _epoch(row: bytes) -> float:
+    """Return the epoch of a row of metrics.jsonl. A line of others stays: it counts as 0."""
+    try:
+        return float(json.loads(row)["epoch"])
+    except (ValueError, TypeError, KeyError):
+        return 0.0

@@ -1,54 +1,106 @@
-"""Exact loss and accuracy over any number of processes."""
+"""Exact averages over any number of processes: named sums, divided last."""
+
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from utils import distributed
+MAX_SUMS = 16  # a fixed length, since a rank without a sample has not met the names
 
 
 class Metrics:
-    """Sums of loss, correct predictions and samples, kept on the device.
+    """Sums over samples: their count, their loss, and what ``models.loss_and_counts`` counts.
 
     An average of averages is wrong as soon as two processes have different numbers of samples. So
     numerator and denominator are summed, and the division comes last. Nothing here waits for the
     device until a number is read.
+
+    Args:
+        device: where the batches are.
+        totals: sums by name, with which to begin.
     """
 
-    def __init__(self, device: torch.device, sums: list[float] | None = None) -> None:
-        loss_sum, correct, count = sums or (0.0, 0.0, 0.0)
+    def __init__(self, device: torch.device, totals: dict[str, float] | None = None) -> None:
+        self.device = device
         # In float32 a count stops growing at 2**24. mps has no float64.
         self.dtype = torch.float32 if device.type == "mps" else torch.float64
-        self._loss_sum = torch.tensor(loss_sum, dtype=self.dtype, device=device)
-        self._correct = torch.tensor(int(correct), device=device)
-        self.count = int(count)
+        self.names = [*(totals or {"count": 0, "loss": 0})]
+        self._sums = torch.zeros(MAX_SUMS, dtype=torch.float64)
+        self._sums[: len(self.names)] = self._sums.new_tensor([*(totals or {}).values()] or [0])
+        # What is not yet in ``_sums``: the count, and the rest on the device. There a batch is one
+        # operation for each name. The sum over its samples comes later.
+        self._new_count = 0
+        self._new: dict[tuple[str, torch.Size], Tensor] = {}
 
-    def update(self, mean_loss: Tensor, correct: Tensor) -> None:
-        """Add a batch: its mean loss [], and which of its samples are correct, bool [B]."""
-        # The outputs of DataParallel may lie on another device.
-        self._loss_sum.add_(mean_loss.detach().to(self._loss_sum.device), alpha=len(correct))
-        self._correct.add_(correct.sum().to(self._correct.device))
-        self.count += len(correct)
+    def update(self, mean_loss: Tensor, counted: dict[str, Any]) -> None:
+        """Add a batch: its mean loss [], and what was counted of it, as ``models`` returns both."""
+        self._new_count += counted["count"]
+        self._add("loss", mean_loss.detach(), counted["count"])
+        for name, value in counted.items():
+            if name != "count":
+                self._add(name, torch.as_tensor(value).detach(), 1)
+
+    def _add(self, name: str, value: Tensor, times: int) -> None:
+        value = value.to(self.device)  # the outputs of DataParallel may lie on another one
+        key = name, value.shape
+        if key in self._new:
+            self._new[key].add_(value, alpha=times)
+        else:
+            self._new[key] = value.to(self.dtype) * times
+            self.names += [name] if name not in self.names else []
 
     @property
     def sums(self) -> Tensor:
-        """Loss sum, correct and count [3], on the device."""
-        count = torch.full_like(self._loss_sum, self.count)
-        return torch.stack([self._loss_sum, self._correct.to(self.dtype), count])
+        """All sums [MAX_SUMS], float64 on the CPU, in the order of ``names``: of this process.
 
-    def sum_over_ranks(self) -> "Metrics":
-        """Return the sums over all ranks. Collective. ``self`` keeps those of this rank."""
-        return Metrics(self._loss_sum.device, distributed.sum_over_ranks(self.sums).tolist())
+        What changes this tensor changes the metrics: ``dist.all_reduce`` makes them those of all
+        ranks.
+        """
+        if self._new:
+            values = torch.stack([value.sum() for value in self._new.values()]).tolist()
+            for (name, _), value in zip(self._new, values, strict=True):
+                self._sums[self.names.index(name)] += value
+            self._sums[0] += self._new_count
+            self._new_count, self._new = 0, {}
+        return self._sums
 
     @property
-    def correct(self) -> int:
-        return int(self._correct)
+    def is_finite(self) -> bool:
+        """Whether every loss so far is a finite number."""
+        new = self._new.get(("loss", torch.Size()), 0.0)
+        return all(math.isfinite(loss) for loss in (self._sums[1], new))
+
+    @property
+    def totals(self) -> dict[str, float]:
+        """The sums by name."""
+        return dict(zip(self.names, self.sums.tolist(), strict=False))
+
+    @property
+    def count(self) -> int:
+        return int(self.sums[0])
 
     @property
     def loss(self) -> float:
         """Mean loss per sample, or nan if nothing was counted."""
-        return float(self._loss_sum) / self.count if self.count else float("nan")
+        count, loss = self.sums[:2].tolist()
+        return loss / (count or math.nan)
 
     @property
-    def accuracy(self) -> float:
-        """Correct of all samples, 0 to 1, or nan if nothing was counted."""
-        return self.correct / self.count if self.count else float("nan")
+    def averages(self) -> dict[str, float]:
+        """Each sum but the count, divided by the count, or nan. ``correct`` becomes accuracy."""
+        totals = self.totals
+        count = totals.pop("count") or math.nan
+        averages = {name: value / count for name, value in totals.items()}
+        if "correct" in averages:
+            averages["accuracy"] = averages.pop("correct")
+        return averages
+
+    def report(self, part: str) -> dict[str, Any]:
+        """Return averages and counts by name, such as ``test_loss`` for the ``part`` test.
+
+        A task that counts no correct samples, such as a regression, has None for its accuracy.
+        """
+        correct = int(self.totals["correct"]) if "correct" in self.names else None
+        found = {"accuracy": None, **self.averages, "correct": correct, "count": self.count}
+        return {f"{part}_{name}": value for name, value in found.items()}

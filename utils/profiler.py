@@ -31,6 +31,10 @@ class StepProfiler:
     def __init__(self, run_dir: Path, device: torch.device, rank: int) -> None:
         self.run_dir, self.device, self.rank = run_dir, device, rank
         self.report = f"profile: too few steps, it takes {FIRST_STEP} or more"
+        # Those of an earlier run, which may have had more ranks. One process of each host does it.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            for trace in (run_dir / "profile").glob("rank*.json.gz"):
+                trace.unlink(missing_ok=True)
         activities = [ProfilerActivity.CPU]
         if device.type in ("cuda", "xpu"):
             activities.append(getattr(ProfilerActivity, device.type.upper()))
@@ -64,7 +68,7 @@ class StepProfiler:
     def _export(self, recorded: profile) -> None:
         folder, steps = self.run_dir / "profile", min(recorded.step_num, LAST_STEP) - FIRST_STEP + 1
         if steps > 0:
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)  # hosts may share no disk
             recorded.export_chrome_trace(str(folder / f"rank{self.rank}.json.gz"))
             self.report = (
                 f"profile of {steps} steps in {folder}; where the time went:"

@@ -1,35 +1,14 @@
 """The position of a run: how far it is, and how far it has to go."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
 from utils.errors import UsageError
 
-
-@dataclass
-class Position:
-    """What a checkpoint keeps of a run's progress, counted in samples: any world size can resume.
-
-    Attributes:
-        epoch: complete epochs.
-        epoch_samples: samples of the current epoch that all processes together have seen.
-        global_step: optimizer steps.
-        evaluated_step: ``global_step`` at the latest evaluation.
-        learning_rate: of the latest step.
-        train_sums: ``Metrics.sums`` of the current epoch, over all processes.
-        test_sums: the same of the latest evaluation.
-    """
-
-    epoch: int = 0
-    epoch_samples: int = 0
-    global_step: int = 0
-    evaluated_step: int = -1
-    learning_rate: float = 0.0
-    train_sums: list[float] = field(default_factory=list)
-    test_sums: list[float] = field(default_factory=list)
+# What a checkpoint keeps. It is counted in samples, so that any world size can resume.
+POSITION = ("epoch", "epoch_samples", "global_step", "evaluated_step", "train_sums", "test_sums")
 
 
-class Progress(Position):
+class Progress:
     """The position of a run, and its end.
 
     Args:
@@ -40,12 +19,23 @@ class Progress(Position):
 
     Raises:
         UsageError: an epoch, or the part of it that ``epochs`` takes, is less than one step.
+
+    Attributes:
+        epoch: complete epochs.
+        epoch_samples: samples of the current epoch that all processes together have seen.
+        global_step: optimizer steps.
+        evaluated_step: ``global_step`` at the latest evaluation.
+        train_sums: ``Metrics.totals`` of the current epoch, over all processes.
+        test_sums: the same of the latest evaluation.
     """
 
     def __init__(
         self, epoch_size: int, global_batch_size: int, epochs: float, max_steps: int | None = None
     ) -> None:
-        super().__init__()
+        self.epoch = self.epoch_samples = self.global_step = 0
+        self.evaluated_step = -1
+        self.train_sums: dict[str, float] = {}
+        self.test_sums: dict[str, float] = {}
         self.epoch_size, self.global_batch_size = epoch_size, global_batch_size
         self.epochs, self.max_steps = epochs, max_steps
         samples = round(min(1.0, epochs) * epoch_size)
@@ -60,6 +50,13 @@ class Progress(Position):
         """Optimizer steps from begin to end, if ``max_steps`` does not end the run earlier."""
         size, batch = self.epoch_size, self.global_batch_size
         return int(self.epochs) * (size // batch) + round(self.epochs % 1 * size) // batch
+
+    @property
+    def images(self) -> int:
+        """Training samples from begin to end, with the tails that epochs drop."""
+        images = round(self.epochs * self.epoch_size)
+        steps = images if self.max_steps is None else self.max_steps
+        return min(images, steps * self.global_batch_size)
 
     @property
     def samples_seen(self) -> int:
@@ -82,24 +79,28 @@ class Progress(Position):
         """Whether nothing is left to train or to evaluate."""
         return not self.has_step_left and self.evaluated_step == self.global_step
 
-    def step(self, learning_rate: float) -> None:
+    def step(self) -> None:
         """Count an optimizer step."""
         self.epoch_samples += self.global_batch_size
         self.global_step += 1
-        self.learning_rate = learning_rate
 
-    def end_epoch(self, train_sums: list[float], test_sums: list[float]) -> None:
+    def end_epoch(self, train_sums: dict[str, float], test_sums: dict[str, float]) -> None:
         """Note an evaluation, and begin the next epoch if no whole batch of this one is left."""
         self.train_sums, self.test_sums = train_sums, test_sums
         self.evaluated_step = self.global_step
         self._close_epoch()
 
+    @property
+    def position(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {name: getattr(self, name) for name in POSITION}
+
     def restore(self, position: dict[str, Any]) -> None:
         """Take over a checkpoint's position. Its world size, and so its batch, may differ."""
-        vars(self).update(vars(Position(**position)))
+        vars(self).update(position)
         if self.evaluated_step == self.global_step:
             self._close_epoch()
 
     def _close_epoch(self) -> None:
         if self.epoch_samples + self.global_batch_size > self.epoch_size:
-            self.epoch, self.epoch_samples, self.train_sums = self.epoch + 1, 0, []
+            self.epoch, self.epoch_samples, self.train_sums = self.epoch + 1, 0, {}

@@ -1,7 +1,6 @@
 """A run: everything about training that is not the training itself."""
 
 import argparse
-import math
 import signal
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import data
 from utils import distributed, signals
-from utils.checkpoint import Checkpointer
+from utils.checkpoint import LOWER_RATE, Checkpointer
 from utils.device import peak_memory, seed_step, synchronize
 from utils.errors import UsageError, UserError, describe, end_workers, explain
 from utils.files import write_json
@@ -23,8 +22,7 @@ from utils.logger import Logger
 from utils.metrics import Metrics
 from utils.profiler import LAST_STEP, StepProfiler
 from utils.progress import Progress
-from utils.run_dir import open_run
-from utils.status import Status
+from utils.run_dir import Status, compare, identify_launch, open_run
 from utils.throughput import WARMUP_STEPS, Throughput, seconds_since_start
 from utils.weights import weights_sha256
 
@@ -54,20 +52,25 @@ class Run:
     On the way in it opens and locks the folder and resumes. On the way out it writes whether the
     run is complete, stopped or failed, and raises the error that names the cause.
 
-    Under DDP every rank makes the same calls. Rank 0 alone writes.
+    Under DDP every rank makes the same calls. Rank 0 alone writes: the folder, checkpoints and logs
+    (and each rank a profile). All ranks load what rank 0 reads.
 
     Args:
         args: as ``config.parse_args`` returns them. They are the run's record.
         device: of this process.
         sampler: of the training set.
-        model: the unwrapped model.
+        model: never wrapped.
         optimizer: its learning rate is taken as the peak.
         scaler: the gradient scaler.
+        rank: of this process. Each rank seeds its generators for each step, by this number.
         job: names lost ranks. None without other ranks.
+        extra: what else belongs into the checkpoint, such as an average of the weights: objects
+            with ``state_dict`` and ``load_state_dict``, by name.
 
     Attributes:
         progress: the position of the run.
-        metrics: the sums of this rank in the current epoch.
+        metrics: the sums of this rank in the current epoch. Once ``train_ddp.py`` has added up
+            those of all ranks, they are the epoch's.
         signal: the stop signal that all ranks agreed on, or 0.
         exit_status: of the script.
     """
@@ -80,11 +83,13 @@ class Run:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         scaler: torch.amp.GradScaler,
+        rank: int = 0,
         job: Job | None = None,
+        extra: dict[str, Any] | None = None,
     ) -> None:
         self.args, self.device, self.sampler, self.model = args, device, sampler, model
         self.optimizer, self.scaler, self.job = optimizer, scaler, job
-        self.rank, self.is_main = sampler.rank, sampler.rank == 0
+        self.rank, self.is_main, self.extra = rank, rank == 0, extra or {}
         self.progress = Progress(
             len(sampler.dataset),  # type: ignore[arg-type]
             sampler.global_batch_size,
@@ -99,19 +104,32 @@ class Run:
     def exit_status(self) -> int:
         return 128 + self.signal if self.signal else 0
 
+    @property
+    def test_averages(self) -> dict[str, float]:
+        """Loss, accuracy and so on of the latest evaluation, the same on all ranks, or nothing."""
+        sums = self.progress.test_sums
+        return Metrics(torch.device("cpu"), sums).averages if sums else {}
+
     def __enter__(self) -> "Run":
         args, progress = self.args, self.progress
-        opened = distributed.call_on_rank_0(open_run, args.run_dir, args.technique, args.resume)
-        identity = {"model": args.model, "dataset": args.dataset, "seed": args.seed}
-        self.folder = opened.path
-        self._checkpointer = Checkpointer(
-            self.folder / "checkpoints", self.model, self.optimizer, self.scaler, identity
+        flags = {name: value for name, value in vars(args).items() if name != "technique"}
+        launch = identify_launch(args.technique)
+        self.folder, before = distributed.call_on_rank_0(
+            open_run, args.run_dir, args.resume, launch, flags
         )
-        if opened.resume:
+        identity = {"model": args.model, "dataset": args.dataset, "seed": args.seed}
+        parts = self.model, self.optimizer, self.scaler
+        self._checkpointer = Checkpointer(self.folder / "checkpoints", *parts, identity, self.extra)
+        if before:
+            fresh = {name: buffer.clone() for name, buffer in self._own_buffers()}
             self._checkpointer.restore(progress)
-        if opened.is_complete and progress.is_finished:
-            limit = "--max-steps" if progress.is_at_max_steps else "--epochs"
-            raise Complete(f"{self.folder} is complete: nothing to resume (raise {limit})")
+            moved = [n for n, buffer in self._own_buffers() if not buffer.equal(fresh[n])]
+            if moved and self.is_main and distributed.world_size() > 1:
+                print(
+                    f"the buffers {', '.join(moved)} change in training: all ranks go on with rank"
+                    " 0's, which differs from an uninterrupted run if a forward in training reads"
+                    " them (without model.broadcast_buffers = False it does not)"
+                )
         batch_size = args.batch_size * args.grad_accum_steps
         self.facts = {
             "script": f"train_{args.technique}.py",
@@ -127,6 +145,16 @@ class Run:
             "torch_version": str(torch.__version__),
             "resumed_from": progress.global_step or None,
         }
+        size = {
+            "global_batch_size": progress.global_batch_size,
+            "peak_rate": self.facts["lr"],
+            "images": progress.images,
+        }
+        note = compare(before, flags, size)
+        if before.get("state") == "complete" and progress.is_finished:
+            limit = "--max-steps" if progress.is_at_max_steps else "--epochs"
+            advice = f"raise {limit}" + f"; {note}" * bool(note)
+            raise Complete(f"{self.folder} is complete: nothing to resume ({advice})")
         # The profiled steps take longer, so images/s leaves them out.
         untimed_steps = LAST_STEP if args.profile else WARMUP_STEPS
         self._throughput = Throughput(self.device, progress.global_batch_size, untimed_steps)
@@ -134,14 +162,13 @@ class Run:
         if args.profile:
             self._profiler = StepProfiler(self.folder, self.device, self.rank)
         self._logger = Logger(self.folder, progress, self.is_main, args.tensorboard, args.progress)
-        self._status = Status(self.folder, args.technique, opened.launch_id, progress)
+        self._status = Status(self.folder, launch | size, progress)
         if self.is_main:
-            flags = {name: value for name, value in vars(args).items() if name != "technique"}
             write_json(self.folder / "args.json", flags)
             # Last of what may fail here, where ``__exit__`` would not say that it did.
-            self._status.write("running")
-            signals.before_interrupt(self._interrupted)
-        self._logger.header(self.facts)
+            self._status.saved()
+            signals.before_end(self._write_failed)
+        self._logger.header(self.facts, note)
         return self
 
     def batches(self, loader: DataLoader) -> Iterator[Any]:
@@ -150,8 +177,10 @@ class Run:
         The epoch also ends at a stop signal and at ``--max-steps``. Each optimizer step begins with
         freshly seeded generators of this rank.
         """
-        # Rank 0 alone counts what was seen before a resume, or a sum would count it N times.
-        self.metrics = Metrics(self.device, self.progress.train_sums if self.is_main else None)
+        sums = self.progress.train_sums
+        if not self.is_main:  # what was seen before a resume counts once, not N times
+            sums = dict.fromkeys(sums, 0.0)
+        self.metrics = Metrics(self.device, sums)
         self._throughput.start_epoch()
         accum_steps = self.args.grad_accum_steps
         self._logger.start_epoch(len(loader) // accum_steps)
@@ -164,10 +193,17 @@ class Run:
                     samples = self.progress.samples_seen
                     seed_step(self.device, self.args.seed, self.rank, samples)
                 yield batch
+            if not self.signal:  # one that came in the last step stops before the evaluation
+                self._agree_and_save(False)
             synchronize(self.device)
             if self._profiler is not None:
                 self._logger.say(self._profiler.finish())
                 self._profiler = None
+        except signals.Stopped as stop:  # the loader gives no batch, and no other rank waits
+            if distributed.world_size() > 1:
+                raise
+            self.signal = stop.number
+            self._save_sums()
         finally:
             # After an error too, so nothing here waits for the device, which may wait in vain for
             # a rank that is lost.
@@ -181,7 +217,7 @@ class Run:
             NonFiniteLoss: the training diverged.
         """
         progress, args = self.progress, self.args
-        progress.step(self.optimizer.param_groups[0]["lr"])
+        progress.step()
         step = progress.global_step
         self._throughput.step()
         if self._profiler is not None:
@@ -190,39 +226,45 @@ class Run:
         if self.device.type == "cpu" or step % CHECK_STEPS == 0:
             self._check_finite(self.metrics, f"on rank {self.rank}")
         if self.is_main and step % args.log_every == 0:
-            self._logger.step(self.metrics.loss, self.metrics.accuracy)
+            self._logger.step(self.metrics.averages, self.optimizer.param_groups[0]["lr"])
+        is_due = bool(args.save_every_steps) and step % args.save_every_steps == 0
+        self._agree_and_save(is_due)
+
+    def _agree_and_save(self, is_due: bool) -> None:
         self.signal = self._agree(signals.received())
-        if self.signal or (args.save_every_steps and step % args.save_every_steps == 0):
-            progress.train_sums = self.metrics.sum_over_ranks().sums.tolist()
-            self._checkpointer.save(progress)
+        if self.signal or is_due:
+            with self._throughput.paused():
+                self._save_sums()
+
+    def _save_sums(self) -> None:
+        """Save within an epoch, with the sums of its metrics over all ranks."""
+        sums = distributed.sum_over_ranks(self.metrics.sums).tolist()
+        self.progress.train_sums = dict(zip(self.metrics.names, sums, strict=False))
+        self._save()
 
     def end_epoch(self, test: Metrics) -> None:
-        """Add up over the ranks what they trained and evaluated, report it, and save. Collective.
+        """Divide the epoch's sums by their counts, report them, and save. Collective.
 
         Args:
-            test: the sums of this rank's share of the test set.
+            test: the sums of the whole test set, as ``metrics`` are those of all ranks.
         """
-        progress, train = self.progress, self.metrics.sum_over_ranks()
-        test = test.sum_over_ranks()
+        progress, train = self.progress, self.metrics
+        # A rank with an empty share of the test set has not met the names.
+        train.names, test.names = distributed.broadcast((train.names, test.names))
         self._check_finite(train, "in training")
         self._check_finite(test, "on the test set")
         row = {
             "epoch": progress.epoch + 1,
             "images": progress.samples_seen,
             "global_step": progress.global_step,
-            "learning_rate": progress.learning_rate,
-            "train_loss": train.loss,
-            "train_accuracy": train.accuracy,
-            "test_loss": test.loss,
-            "test_accuracy": test.accuracy,
-            "test_correct": test.correct,
-            "test_count": test.count,
+            **train.report("train"),
+            **test.report("test"),
             "images_per_second": self._throughput.images_per_second(),
             "seconds": time.perf_counter() - self._throughput.epoch_start,
         }
         self._logger.evaluated(row)
-        progress.end_epoch(train.sums.tolist(), test.sums.tolist())
-        self._checkpointer.save(progress)
+        progress.end_epoch(train.totals, test.totals)
+        self._save()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
@@ -232,7 +274,7 @@ class Run:
                 self._finish()
             except Exception as raised:
                 error = raised
-        signals.before_interrupt(None)
+        signals.before_end(None)
         self._logger.close()
         if error is None:
             return
@@ -243,13 +285,16 @@ class Run:
             if self.job is not None:
                 explained = self.job.explain(explained, self.progress.global_step)
         if self.is_main:
-            concerned = {"ranks": explained.ranks} if hasattr(explained, "ranks") else {}
-            with suppress(OSError):  # a full disk, the likeliest failure, leaves no room
-                self._status.write("failed", reason=describe(explained), **concerned)
+            self._write_failed(explained)
         if explained is not error:
             raise explained from error
         if kind is None:
             raise error
+
+    def _save(self) -> None:
+        self._checkpointer.save(self.progress)
+        if self.is_main:
+            self._status.saved()
 
     def _finish(self) -> None:
         """Write that the run was stopped, or its summary. Collective."""
@@ -259,20 +304,27 @@ class Run:
                 self._status.write("stopped", signal=name)
             self._logger.say(
                 f"stopped by {name} at step {self.progress.global_step}; continue with:"
-                f" {self._status.continue_command()}"
+                f" {self._status.how_to_continue()}"
             )
-            return
-        memory = distributed.gather(peak_memory(self.device))
+        else:
+            self._summarise(distributed.gather(peak_memory(self.device)))
+        # Rank 0 writes results, and its store ends with it. Without this sum nobody would notice
+        # that rank 0 fails there.
+        distributed.gather(0)
+
+    def _summarise(self, memory: list[int]) -> None:
+        """Write ``summary.json`` on rank 0.
+
+        Args:
+            memory: peak bytes of each rank.
+        """
         if not self.is_main:
             return
         progress, test = self.progress, Metrics(self.device, self.progress.test_sums)
         summary = self.facts | {
             "epochs": progress.epoch,
             "global_step": progress.global_step,
-            "test_correct": test.correct,
-            "test_count": test.count,
-            "test_accuracy": test.accuracy,
-            "test_loss": test.loss,
+            **test.report("test"),
             "train_images_per_second": self._throughput.images_per_second(),
             "startup_seconds": self._throughput.startup_seconds,
             "train_seconds": self._throughput.train_seconds,
@@ -280,22 +332,36 @@ class Run:
             "peak_memory_bytes": memory,
             "weights_sha256": weights_sha256(self.model),
         }
-        write_json(self.folder / "summary.json", summary)
+        path = self.folder / "summary.json"
+        # If an early stop is resumed, nothing is trained, and the summary stands.
+        if progress.global_step != self.facts["resumed_from"] or not path.exists():
+            write_json(path, summary)
         self._status.write("complete", epochs=progress.epochs, max_steps=progress.max_steps)
+        accuracy = summary["test_accuracy"]
+        result = f"loss {test.loss:.4f}"
+        if accuracy is not None:
+            result = f"accuracy {accuracy:.2%}, {summary['test_correct']:,} of {test.count:,}"
         self._logger.say(
-            f"test accuracy {test.accuracy:.2%}, {test.correct:,} of {test.count:,}, after"
-            f" {summary['total_seconds']:.1f} s\nsummary in {self.folder}/summary.json"
+            f"test {result}, after {summary['total_seconds']:.1f} s\nsummary in {path}"
         )
 
     def _check_finite(self, metrics: Metrics, where: str) -> None:
-        if metrics.count and not math.isfinite(metrics.loss):
+        if not metrics.is_finite:
             error = NonFiniteLoss(
                 f"the loss is {metrics.loss} at step {self.progress.global_step} {where}, which is"
-                " not saved: choose a lower --lr, a longer --warmup-epochs or --max-grad-norm"
+                f" not saved: {LOWER_RATE}, a longer --warmup-epochs or --max-grad-norm"
             )
-            # If this rank alone diverged, rank 0 loses it, and names it with this reason.
+            # If this rank alone diverged, rank 0 reports it, with this reason.
             error.reported_elsewhere = not self.is_main
             raise error
 
-    def _interrupted(self) -> None:
-        self._status.write("failed", reason="interrupted by a second Ctrl-C")
+    def _own_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the buffers but for batch normalisation's, which no forward in training reads."""
+        for prefix, module in self.model.named_modules():
+            if not isinstance(module, nn.modules.batchnorm._NormBase):
+                yield from module.named_buffers(prefix, recurse=False)
+
+    def _write_failed(self, error: BaseException) -> None:
+        concerned = {"ranks": error.ranks} if hasattr(error, "ranks") else {}
+        with suppress(OSError):  # a full disk, the likeliest failure, leaves no room
+            self._status.write("failed", reason=describe(error), **concerned)

@@ -1,56 +1,79 @@
-"""The run directory: which folder a run gets, and whether this process may write to it."""
+"""The run directory: which folder a run gets, who may write to it, and its ``status.json``."""
 
+import argparse
+import json
 import os
+import shlex
+import sys
 import time
-from dataclasses import dataclass
+import zlib
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from utils import distributed
+from utils.checkpoint import LOWER_RATE
+from utils.config import OF_ONE_HOST
 from utils.errors import UsageError
-from utils.files import Locked, lock_file
-from utils.status import read_status
+from utils.files import Locked, lock_file, write_json
+from utils.progress import Progress
 
 ROOT = Path("runs")
 # With --resume a run may begin in a folder with these files: those of a run, and launchers' logs.
-KNOWN = (".*", "args.json", "metrics.jsonl", "events.out.*", "*.log", "*.out", "*.err")
+KNOWN = (".*", "args.json", "status.json", "*.jsonl", "events.out.*", "*.log", "*.out", "*.err")
 
 
-@dataclass(frozen=True)
-class RunDir:
-    """A run's folder, which the process that opened it keeps locked until it ends.
+def identify_launch(technique: str) -> dict[str, Any]:
+    """Return what tells a restart by the launcher from a new job. Collective.
 
-    Attributes:
-        path: the folder.
-        resume: whether it holds a run to continue.
-        is_complete: whether that run is complete.
-        launch_id: the launcher's own name of this job, or None.
+    Returns:
+        The technique; the launcher's name of the job, which a person may type again for another
+        job; a number of the torchrun of each host, which chooses a new folder for its logs whenever
+        it is started, and keeps it when it starts the ranks again. Without torchrun it is 0.
     """
+    logs = os.environ.get("TORCHELASTIC_ERROR_FILE", "").rpartition("/attempt_")[0]
+    agents = {*distributed.gather(zlib.crc32(logs.encode()))}
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return {"technique": technique, "launch_id": name, "agents": [*agents]}
 
-    path: Path
-    resume: bool
-    is_complete: bool
-    launch_id: str | None
+
+def _goes_on(folder: Path, launch: dict[str, Any], flags: dict[str, Any]) -> bool:
+    """Return whether a job may continue a run unasked, because it is the same job.
+
+    torchrun stops an elastic job to let another host join, so the same torchrun continues a stopped
+    run too. A new one with the same name continues only what was killed or failed.
+    """
+    status = read_status(folder)
+    is_named = status.get("launch_id") == launch["launch_id"] != "none"
+    is_restart = is_named and status["state"] in ("running", "failed")
+    is_same = {*launch["agents"]} & {*status.get("agents", ())} - {0}
+    is_ours = status.get("technique") == launch["technique"] and (is_restart or is_same)
+    return bool(is_ours) and _read(folder / "args.json") == flags
 
 
-def open_run(path: str | None, technique: str, resume: bool) -> RunDir:
+def open_run(
+    path: str | None, resume: bool, launch: dict[str, Any], flags: dict[str, Any]
+) -> tuple[Path, dict[str, Any]]:
     """Choose, create and lock the folder of a run. Only one process of a job calls this.
-
-    If the folder carries the launcher's own name of this job, the launcher restarted the job, and
-    the run continues without ``--resume``.
 
     Args:
         path: the folder, or None: a new one below ``runs/``, or with ``resume`` the latest there.
-        technique: ``single``, ``dp`` or ``ddp``.
         resume: whether to continue a run.
+        launch: of this job. If its launcher has started it again, it continues its run unasked.
+        flags: all flags of this command.
+
+    Returns:
+        The folder, which this process keeps locked until it ends, and flags and status of the run
+        to continue, or nothing if a run begins.
 
     Raises:
         UsageError: the folder holds another run, is in use, or cannot be written.
     """
-    launch_id = _torchrun_id()
     folder = Path(path) if path else None
     try:
-        folder = folder or _find(technique, resume, launch_id) or _make_new(technique)
+        folder = folder or _find(resume, launch, flags) or _make_new(launch["technique"])
         folder.mkdir(parents=True, exist_ok=True)
-        if resume and not read_status(folder):
+        if resume and "technique" not in read_status(folder):
             _check_begin(folder)
         lock_file(folder / ".lock")  # never closed: the lock ends with this process
         status = read_status(folder)
@@ -59,20 +82,26 @@ def open_run(path: str | None, technique: str, resume: bool) -> RunDir:
     except OSError as error:
         where = folder or ROOT
         raise UsageError(f"--run-dir {where} cannot be written ({error.strerror})") from error
-    if not status:
-        return RunDir(folder, False, False, launch_id)
-    state = status["state"]
-    if not resume and (launch_id is None or status.get("launch_id") != launch_id):
+    if status and not resume:
         # Nobody holds its lock, so a run that says it is running was killed.
-        state = "killed" if state == "running" else state
-        raise UsageError(
-            f"{folder} holds a run ({state}): continue it with --resume, or take another --run-dir"
+        state = "killed" if status["state"] == "running" else status["state"]
+        if not _goes_on(folder, launch, flags):
+            raise UsageError(
+                f"{folder} holds a run ({state}): continue it with --resume, or take another"
+                " --run-dir"
+            )
+        print(
+            f"{folder} ({state}) goes on at step {status['global_step']}, since this job began it"
+            " with the same flags: to begin anew, take another --run-dir",
+            flush=True,
         )
-    return RunDir(folder, True, state == "complete", launch_id)
+    return folder, status and _read(folder / "args.json") | status
 
 
 def _check_begin(folder: Path) -> None:
     """Say that ``--resume`` begins a new run here, and refuse a folder with files of others."""
+    if (folder / "checkpoints").exists():
+        return
     for path in folder.rglob("*"):
         if path.is_file() and not any(map(path.match, KNOWN)):
             raise UsageError(
@@ -82,26 +111,14 @@ def _check_begin(folder: Path) -> None:
     print(f"--resume: {folder} holds no run yet, so this one begins at step 0")
 
 
-def _torchrun_id() -> str | None:
-    """Return torchrun's name of this job, the same after a restart, or None without torchrun.
-
-    If the user gave no name, it is the word "none". Then the agent's process identifies the job,
-    since a restart keeps the agent.
-    """
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
-    if run_id == "none":
-        return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}/{os.getppid()}"
-    return run_id
-
-
-def _find(technique: str, resume: bool, launch_id: str | None) -> Path | None:
-    """Return the folder of this launcher's run, or with ``resume`` that of the latest run."""
+def _find(resume: bool, launch: dict[str, Any], flags: dict[str, Any]) -> Path | None:
+    """Return the folder of this job's run, or with ``resume`` that of the latest run."""
+    technique = launch["technique"]
     paths = sorted(ROOT.glob("*/status.json"), key=lambda path: path.stat().st_mtime)
-    for path in reversed(paths):
-        status = read_status(path.parent)
-        is_launchers = launch_id is not None and status.get("launch_id") == launch_id
-        if status.get("technique") == technique and (resume or is_launchers):
-            return path.parent
+    for folder in (path.parent for path in reversed(paths)):
+        is_latest = resume and read_status(folder).get("technique") == technique
+        if is_latest or _goes_on(folder, launch, flags):
+            return folder
     if resume:
         raise UsageError(f"--resume: no run of train_{technique}.py below {ROOT}/; pass --run-dir")
     return None
@@ -114,3 +131,85 @@ def _make_new(technique: str) -> Path:
     except FileExistsError:  # another run of the same second
         return folder.with_name(f"{folder.name}-{os.getpid()}")
     return folder
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file, or nothing if it is no object or cannot be read."""
+    with suppress(OSError, ValueError, TypeError):
+        return dict(json.loads(path.read_bytes()))
+    return {}
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    """Return the content of ``status.json``, or nothing if there is no run.
+
+    A file that is empty or foreign belongs to a run of which nothing else is known.
+    """
+    path = folder / "status.json"
+    is_run = path.exists() or (folder / "checkpoints").exists()
+    return {"state": "unknown"} | _read(path) if is_run else {}
+
+
+def compare(before: dict[str, Any], flags: dict[str, Any], size: dict[str, Any]) -> str:
+    """Return what a person should know who resumes: what is other than before.
+
+    Args:
+        before: as ``open_run`` returns it.
+        flags: of this command.
+        size: what follows from the flags and the number of devices, as ``Status`` records it.
+    """
+    now = {name: value for name, value in flags.items() if name not in OF_ONE_HOST.split()} | size
+    changed = [k for k in now if before.get(k, now[k]) != now[k] and k != "init_weights"]
+    names = {k: "--" * (k in flags) + k.replace("_", "-") for k in changed}
+    notes = [f"{names[k]} {_show(now[k])}, was {_show(before[k])}" for k in changed]
+    if before.get("images", 0) > size["images"]:
+        notes.append("the run ends sooner")
+    if LOWER_RATE in before.get("reason", ""):
+        notes.append("it has diverged: if the loss stays high, put previous.pt in place of last.pt")
+    return "; ".join(notes)
+
+
+def _show(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+class Status:
+    """The file ``status.json`` of a run.
+
+    Args:
+        folder: the run directory.
+        record: what stays the same: the technique, the launch, the global batch and the peak rate.
+        progress: where the run is.
+    """
+
+    def __init__(self, folder: Path, record: dict[str, Any], progress: Progress) -> None:
+        self.folder, self.record, self.progress = folder, record, progress
+
+    def saved(self) -> None:
+        """Write where the run is, and that this is saved. A run that is killed continues there."""
+        self.position = {"epoch": self.progress.epoch, "global_step": self.progress.global_step}
+        self.write("running")
+
+    def write(self, state: str, **details: Any) -> None:
+        """Replace the file: ``running``, ``stopped``, ``failed`` or ``complete``."""
+        status = {"state": state, **details, **self.record, **self.position}
+        if state != "complete":
+            status["continue"] = self.how_to_continue()
+        write_json(self.folder / "status.json", status)
+
+    def how_to_continue(self) -> str:
+        """Return the command that continues this run, or words where only its launcher knows it."""
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--resume", action="store_true")
+        parser.add_argument("--run-dir")
+        parser.add_argument("--init-weights")
+        _, arguments = parser.parse_known_args()  # without flags that are set below
+        command = [os.path.relpath(sys.argv[0]), *arguments]
+        command += ["--run-dir", str(self.folder), "--resume"]
+        ranks = os.environ.get("WORLD_SIZE", "1") if self.record["technique"] == "ddp" else "1"
+        launcher = "python" if ranks == "1" or "--nprocs" in shlex.join(arguments) else ""
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            launcher = f"torchrun --standalone --nproc_per_node {ranks}"
+        if not launcher or ranks not in ("1", os.environ.get("LOCAL_WORLD_SIZE")):
+            return f"the same launch as before, with --run-dir {self.folder} --resume"
+        return f"{launcher} {shlex.join(command)}"

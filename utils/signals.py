@@ -1,35 +1,47 @@
 """Stop requests: finish the step, save, and leave."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
-from utils.errors import UserError
+from utils.errors import UserError, report
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # A terminal sends Ctrl-C to every process, and launchers pass it on. So one may arrive twice.
 SAME_CTRL_C_SECONDS = 1.0
-INTERRUPT_SECONDS = 2.0  # limit for ``before_interrupt``, since a file system may hang
+PR_SET_PDEATHSIG = 1  # prctl(2)
+END_SECONDS = 2.0  # limit for ``before_end``, since a file system may hang
+STOPPED = "stopped by "  # with which the message of ``Stopped`` begins
 
 
 class Stopped(UserError):
     """A stop signal came before there was anything to save."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name} while waiting")
+        super().__init__(f"{STOPPED}{signal.Signals(number).name} while waiting")
         self.number = number
         self.exit_status = 128 + number
 
 
+class Interrupted(UserError):
+    """A second Ctrl-C. One line is enough for all ranks of --nprocs."""
+
+    exit_status = 128 + signal.SIGINT
+
+    def __init__(self) -> None:
+        super().__init__("interrupted by a second Ctrl-C")
+        self.reported_elsewhere = multiprocessing.parent_process() is not None
+
+
 _received = 0
-_before_interrupt: Callable[[], None] | None = None
+_before_end: Callable[[Exception], None] | None = None
 
 
 def received() -> int:
@@ -66,15 +78,28 @@ def install_handlers() -> None:
     threading.Thread(target=_watch, args=(reader,), daemon=True).start()
 
 
-def before_interrupt(function: Callable[[], None] | None) -> None:
-    """Let another thread call a function before a second Ctrl-C ends the process.
+def die_with_parent(number: int) -> None:
+    """Ask the kernel for a signal when the parent dies. Otherwise this process would go on alone.
 
     Args:
-        function: replaces the previous function, and None removes it. After ``INTERRUPT_SECONDS``
-            the process ends even if the function has not returned.
+        number: of the signal. It comes when the *thread* ends that started this process.
     """
-    global _before_interrupt
-    _before_interrupt = function
+    with suppress(OSError, AttributeError):  # Linux alone has it
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:  # it died before the request
+        os._exit(1)
+
+
+def before_end(function: Callable[[Exception], None] | None) -> None:
+    """Let another thread call a function with the error before ``end_at_once`` ends the process.
+
+    Args:
+        function: replaces the previous function, and None removes it. After ``END_SECONDS`` the
+            process ends even if the function has not returned.
+    """
+    global _before_end
+    _before_end = function
 
 
 def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> None:
@@ -91,18 +116,16 @@ def _watch(reader: int) -> None:
         if not _received:
             _received, first = number, time.monotonic()
         elif number == signal.SIGINT and time.monotonic() - first > SAME_CTRL_C_SECONDS:
-            _end_at_once()
+            end_at_once(Interrupted())
 
 
-def _end_at_once() -> None:
-    status = 128 + signal.SIGINT
-    threading.Timer(INTERRUPT_SECONDS, os._exit, (status,)).start()
-    if multiprocessing.parent_process() is None:  # one line is enough for all ranks of --nprocs
-        with suppress(OSError):
-            os.write(2, f"{Path(sys.argv[0]).name}: interrupted\n".encode())
-    if _before_interrupt is not None:
-        with suppress(Exception):
-            _before_interrupt()
+def end_at_once(error: UserError) -> NoReturn:
+    """End this process with an error, from another thread than the main one, which waits in C++."""
+    threading.Timer(END_SECONDS, os._exit, (error.exit_status,)).start()
+    with suppress(Exception):
+        report(error)
+        if _before_end is not None:
+            _before_end(error)
     for child in multiprocessing.active_children():
         child.kill()
-    os._exit(status)
+    os._exit(error.exit_status)

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -33,12 +34,13 @@ class Throughput:
         self.global_batch_size = global_batch_size
         self.untimed_steps = untimed_steps
         self.startup_seconds: float | None = None
-        self.train_seconds = self.epoch_start = self._timed_since = self._timed_seconds = 0.0
+        self.train_seconds = self.epoch_start = self._timed_seconds = self._left_out = 0.0
         self._steps = 0
 
     def start_epoch(self) -> None:
         """Start the clock."""
         self.epoch_start = self._timed_since = time.perf_counter()
+        self._left_out = 0.0
 
     def step(self) -> None:
         """Count an optimizer step."""
@@ -48,11 +50,19 @@ class Throughput:
             self.startup_seconds = seconds_since_start()
         if self._steps == self.untimed_steps:
             synchronize(self.device)
-            self._timed_since = time.perf_counter()
+            self._timed_since = time.perf_counter() - self._left_out
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what is done meanwhile. The device finishes first what is counted."""
+        synchronize(self.device)
+        begin = time.perf_counter()
+        yield
+        self._left_out += time.perf_counter() - begin
 
     def end_epoch(self) -> None:
         """Stop the clock. The device has nothing left to do, or time is missing."""
-        now = time.perf_counter()
+        now = time.perf_counter() - self._left_out
         self.train_seconds += now - self.epoch_start
         if self._steps > self.untimed_steps:
             self._timed_seconds += now - self._timed_since

@@ -1,7 +1,9 @@
 """Weights in files, read safely, compared before use, and identified by a hash."""
 
 import hashlib
+import io
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,10 @@ class CheckpointError(UserError):
     """A file of weights that cannot be written, read or trusted. The message says what to do."""
 
 
+class DamagedFile(CheckpointError):
+    """A file that could be read, and whose content is broken."""
+
+
 def read_tensors(path: Path) -> Any:
     """Read a file of tensors and plain values, and verify it first.
 
@@ -26,36 +32,43 @@ def read_tensors(path: Path) -> Any:
     find it.
 
     Raises:
-        CheckpointError: the file is damaged, or holds more than tensors and plain values.
-        OSError: there is no such file.
+        DamagedFile: the content is broken.
+        CheckpointError: the file cannot be read, or holds more than tensors and plain values.
     """
     try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                if archive.testzip() is not None:
-                    raise zipfile.BadZipFile("checksum")
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (FileNotFoundError, IsADirectoryError):
-        raise
+        content = io.BytesIO(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    is_whole = False
+    try:
+        is_archive = zipfile.is_zipfile(content)
+        if is_archive and zipfile.ZipFile(content).testzip() is not None:
+            raise zipfile.BadZipFile("checksum")
+        is_whole = is_archive
+        content.seek(0)
+        return torch.load(content, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged archive fails in torch, zlib and pickle alike
         # Not torch's own message, which advises weights_only=False. That would run the code.
-        raise CheckpointError(
-            f"{path} is damaged, or holds more than tensors and plain values, which can run code"
-            f" when it is loaded ({type(error).__name__})"
+        raise (CheckpointError if is_whole else DamagedFile)(
+            f"{path} {'' if is_whole else 'is damaged, or '}holds more than tensors and plain"
+            f" values, which can run code when it is loaded ({type(error).__name__})"
         ) from error
 
 
-def load_state(model: nn.Module, state: dict[str, Any], path: Path) -> None:
-    """Copy all weights of a checkpoint into the model that it was saved from.
+def load_state(part: Any, state: dict[str, Any], misfit: str) -> None:
+    """Load a part of a checkpoint into the model, the optimizer... that it was saved from.
+
+    Args:
+        misfit: what to say if it does not fit. PyTorch would say it in several lines.
 
     Raises:
-        CheckpointError: a name or a shape differs. PyTorch would say so in several lines.
+        CheckpointError: a name or a shape differs.
     """
     try:
-        model.load_state_dict(state)
-    except RuntimeError as error:
-        problem = str(error).splitlines()[-1].strip()
-        raise CheckpointError(f"{path} does not fit --model: {problem}") from None
+        part.load_state_dict(state)
+    except Exception as error:  # of a user's own class it may be any
+        problem = str(error).splitlines() or [type(error).__name__]
+        raise CheckpointError(f"{misfit}: {problem[-1].strip()}") from error
 
 
 def load_weights(model: nn.Module, path: str) -> None:
@@ -78,9 +91,9 @@ def load_weights(model: nn.Module, path: str) -> None:
     given = {_strip(str(name)): tensor for name, tensor in content.items()}
     own = model.state_dict()
     fitting = {
-        name: given[name]
-        for name in own
-        if isinstance(given.get(name), Tensor) and given[name].shape == own[name].shape
+        name: value
+        for name, value in given.items()
+        if isinstance(value, Tensor) and value.shape == getattr(own.get(name), "shape", None)
     }
     if not fitting:
         ours, theirs = (", ".join([*names][:2]) for names in (own, given))
@@ -102,10 +115,22 @@ def _strip(name: str) -> str:
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """Return the SHA-256 of all parameters and buffers, in the order of their names."""
+    """Return the SHA-256 of a model's state, in the order of its names."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        values = tensor.detach().cpu().contiguous()
-        digest.update(values.flatten().view(torch.uint8).numpy().tobytes())
+    for part in _bytes(model.state_dict()):
+        digest.update(part)
     return digest.hexdigest()
+
+
+def _bytes(value: Any) -> Iterator[bytes]:
+    """Yield what a state consists of: tensors, plain values, and containers of both."""
+    if isinstance(value, Tensor):
+        values = value.detach().cpu().contiguous()
+        yield values.flatten().view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, dict | list | tuple):
+        parts = value if isinstance(value, dict) else dict(enumerate(value))
+        for name in sorted(parts, key=str):
+            yield str(name).encode()
+            yield from _bytes(parts[name])
+    else:
+        yield repr(value).encode()

@@ -17,16 +17,16 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 from utils import output, signals
 from utils.cluster.calls import POLL_SECONDS
-from utils.cluster.launchers import Launch, die_with_parent, read_port
+from utils.cluster.rank_info import RankInfo, die_with_launcher, read_port
 from utils.errors import UsageError
 
 # After a rank has failed, the others get SIGTERM after this time, and SIGKILL after twice this
-# time. They need this time to find out who is lost (failures.BUSY_SECONDS), and to destroy the
+# time. They need this time to find out who is lost (job.BUSY_SECONDS), and to destroy the
 # process group (launch.DESTROY_SECONDS).
 GRACE_SECONDS = 9.0
 
 
-def spawn(start: Callable[[Launch], int], args: argparse.Namespace) -> int:
+def spawn(start: Callable[[RankInfo], int], args: argparse.Namespace) -> int:
     """Start the ranks of this node, wait for them, and return the exit status.
 
     Args:
@@ -44,30 +44,27 @@ def spawn(start: Callable[[Launch], int], args: argparse.Namespace) -> int:
     # On one node, variables that are left over in the shell do not count.
     address, port = ("", get_free_port()) if args.nnodes == 1 else (address, read_port(os.environ))
     first, world_size = args.node_rank * args.nprocs, args.nnodes * args.nprocs
-    launch = Launch("spawn", first, world_size, 0, args.nprocs, address or "127.0.0.1", port)
+    info = RankInfo("spawn", first, world_size, 0, args.nprocs, address or "127.0.0.1", port)
     stopped = mp.get_context("spawn").RawValue("i", 0)
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
-    context = mp.start_processes(_child, (start, launch, stopped), args.nprocs, False)
+    context = mp.start_processes(_child, (start, info, stopped), args.nprocs, False)
 
-    def interrupt() -> None:  # so that rank 0 can still write the state of the run
+    def interrupt(error: Exception) -> None:  # so that rank 0 can still write the state of the run
         _send(context.processes, signal.SIGINT)
-        context.processes[0].join(signals.INTERRUPT_SECONDS / 2)
+        context.processes[0].join(signals.END_SECONDS / 2)
 
-    signals.before_interrupt(interrupt)
+    signals.before_end(interrupt)
     return _wait_for(context, first) or stopped.value
 
 
-def _child(local_rank: int, start: Callable[[Launch], int], launch: Launch, stopped: Any) -> None:
+def _child(local_rank: int, start: Callable[[RankInfo], int], info: RankInfo, stopped: Any) -> None:
     output.protect()
     signals.install_handlers()
     # A child inherits the start method spawn. With it each loader worker would import torch again.
     mp.set_start_method(None, force=True)
-    die_with_parent(launch)
-    # The parent may have died before the request.
-    if os.getppid() != mp.parent_process().pid:  # type: ignore[union-attr]
-        os._exit(1)
+    die_with_launcher(info)
     try:
-        status = start(replace(launch, rank=launch.rank + local_rank, local_rank=local_rank))
+        status = start(replace(info, rank=info.rank + local_rank, local_rank=local_rank))
     except Exception:  # a bug: print the traceback of this rank alone
         traceback.print_exc()
         status = 1
@@ -105,7 +102,8 @@ def _wait_for(context: Any, first: int) -> int:
         if signals.received():  # Ctrl-C reaches the children as well
             return 128 + signals.received()
         if error.signal_name:
-            name = f"rank {first + error.error_index} (pid {error.error_pid})"
+            pid = context.processes[error.error_index].pid  # torch 2.9's error has none
+            name = f"rank {first + error.error_index} (pid {pid})"
             line = f"{Path(sys.argv[0]).name}: error: {name} was killed by {error.signal_name}"
             print(line, file=sys.stderr)
         return max(error.exit_code, 1)

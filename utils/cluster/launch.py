@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from utils import config, distributed, errors
-from utils.cluster import children, launchers
+from utils import config, errors
+from utils.cluster import children, rank_info
 from utils.cluster.calls import call_within
-from utils.cluster.failures import Job, LostRank
-from utils.cluster.launchers import Launch
+from utils.cluster.job import Job, LostRank
 from utils.cluster.meeting import Meeting, Member, RendezvousError, meet
 from utils.cluster.places import Address, AgentStore, File
-from utils.device import import_dynamo, select_devices
+from utils.cluster.rank_info import RankInfo
+from utils.device import import_dynamo, openmp_threads, select_devices, usable_cores
 from utils.errors import UsageError, UserError
 from utils.signals import Stopped
 
@@ -30,8 +30,8 @@ def launch(train: Train, args: argparse.Namespace) -> int:
     """Find out how this process was started, meet the other ranks, and call ``train``.
 
     Whatever the launcher, ``train`` finds RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE in the
-    environment. The process group is always destroyed, also after an error. One rank of several
-    ends here, and does not return.
+    environment, and in OMP_NUM_THREADS this rank's share of the cores. After an error in ``train``
+    the process group is destroyed here. One rank of several ends here, and does not return.
 
     Args:
         train: called with ``args`` and the ``Job``.
@@ -45,16 +45,16 @@ def launch(train: Train, args: argparse.Namespace) -> int:
     return _run_rank(train, args)
 
 
-def _run_rank(train: Train, args: argparse.Namespace, given: Launch | None = None) -> int:
+def _run_rank(train: Train, args: argparse.Namespace, given: RankInfo | None = None) -> int:
     def start() -> int:
-        found = given or launchers.read_launch(args)
+        found = given or rank_info.read_rank_info(args)
         os.environ.update(RANK=str(found.rank), WORLD_SIZE=str(found.world_size))
         if found.launcher in ("torchrun", "mpirun"):  # others may outlive their shell
-            launchers.die_with_parent(found)
+            rank_info.die_with_launcher(found)
         try:
             return _meet_and_train(train, args, found)
         except UserError as error:
-            is_managed = found.launcher in launchers.MANAGED
+            is_managed = found.launcher in rank_info.MANAGED
             if isinstance(error, Stopped) and is_managed:
                 error.exit_status = 0
             error.reported_elsewhere = _is_reported(error, found)
@@ -69,15 +69,11 @@ def _run_rank(train: Train, args: argparse.Namespace, given: Launch | None = Non
     return status
 
 
-def _meet_and_train(train: Train, args: argparse.Namespace, launch: Launch) -> int:
-    job = _meet(args, launch)
+def _meet_and_train(train: Train, args: argparse.Namespace, info: RankInfo) -> int:
+    job = _meet(args, info)
     import_dynamo()  # otherwise DDP's constructor does it, more slowly
     try:
         status = train(args, job)
-        # After training, rank 0 still writes results, and its store ends with it. Without this
-        # barrier nobody would notice that rank 0 fails there. It runs on the CPU, over gloo, with
-        # --timeout.
-        dist.all_reduce(torch.zeros(1))
     except Exception as error:
         explained = job.explain(error)
         with suppress(Exception):  # there is none, or other ranks do not answer
@@ -85,25 +81,25 @@ def _meet_and_train(train: Train, args: argparse.Namespace, launch: Launch) -> i
         if explained is error:
             raise
         raise explained from error
-    dist.destroy_process_group()
     # A launcher treats any other status as a crash, and may start a stopped run again.
-    return 0 if launch.launcher in launchers.MANAGED and status > 128 else status
+    return 0 if info.launcher in rank_info.MANAGED and status > 128 else status
 
 
-def _is_reported(error: UserError, launch: Launch) -> bool:
+def _is_reported(error: UserError, info: RankInfo) -> bool:
     """Return whether another rank of this host prints the same error, since one line is enough.
 
     Ranks that are started by hand have a terminal each. The ranks of a launcher share one.
     """
-    if launch.launcher == "environment":
+    if info.launcher == "environment":
         return False
     if isinstance(error, RendezvousError | LostRank):
         return error.reported_elsewhere
-    everywhere = isinstance(error, Stopped) or error.exit_status == 2 or error.reported_elsewhere
-    return everywhere and bool(launch.local_rank)
+    # A stop, a mistake in the flags, and a run that is complete are the same on all ranks.
+    is_of_all = error.exit_status != 1 or error.reported_elsewhere
+    return is_of_all and bool(info.local_rank)
 
 
-def _meet(args: argparse.Namespace, launch: Launch) -> Job:
+def _meet(args: argparse.Namespace, info: RankInfo) -> Job:
     """Find the other ranks, agree with them on what has to agree, and set the environment.
 
     Raises:
@@ -111,17 +107,17 @@ def _meet(args: argparse.Namespace, launch: Launch) -> Job:
         RendezvousError: ranks are missing, were started twice, or do not belong together.
     """
     devices = select_devices(args.device, args.devices)
-    backend = distributed.choose_backend(args.backend, devices[0])
-    facts = {"WORLD_SIZE": launch.world_size, **config.shared(args)}
+    backend = choose_backend(args.backend, devices[0])
+    facts = {"WORLD_SIZE": info.world_size, **config.shared(args)}
     facts |= {"torch": torch.__version__, "backend": backend}
-    own = Member(launch.rank, {name: str(value) for name, value in facts.items()})
-    met = Meeting(own, launch.world_size, own)
-    if launch.world_size > 1:
-        place = _meeting_place(args.init_method, launch)
-        met = meet(place, own, launch.world_size, args.rdzv_timeout)
+    own = Member(info.rank, {name: str(value) for name, value in facts.items()})
+    met = Meeting(own, info.world_size, own)
+    if info.world_size > 1:
+        place = _meeting_place(args.init_method, info)
+        met = meet(place, own, info.world_size, args.rdzv_timeout)
     # tcp:// and file:// give no local rank.
-    local_rank = met.mates.index(launch.rank) if launch.local_rank is None else launch.local_rank
-    local_world_size = launch.local_world_size or len(met.mates)
+    local_rank = met.mates.index(info.rank) if info.local_rank is None else info.local_rank
+    local_world_size = info.local_world_size or len(met.mates)
     # A launcher may show each rank one GPU, which is then number 0 for all of them.
     if backend == "nccl" and local_world_size > len(devices) > 1:
         raise UsageError(
@@ -131,10 +127,50 @@ def _meet(args: argparse.Namespace, launch: Launch) -> Job:
     os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_world_size))
     if met.interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", met.interface)
-    return Job(met, args.rdzv_timeout)
+    share_cores(info, met.sharing_cores)
+    # With nccl, the sums of metrics and all objects still go over the CPU.
+    return Job(met, args.rdzv_timeout, "cpu:gloo,cuda:nccl" if backend == "nccl" else backend)
 
 
-def _meeting_place(init_method: str, launch: Launch) -> Address:
+def choose_backend(backend: str, device: torch.device) -> str:
+    """Return the backend to use on a device: ``auto`` is nccl for CUDA, gloo otherwise.
+
+    Raises:
+        UsageError: the backend is not in this build, or cannot work here.
+    """
+    if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL" and device.type == "cpu":
+        raise UsageError(
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DDP on gloo (torch 2.13 to 2.15): use INFO"
+        )
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(
+            f"gloo and nccl know no {device.type} device: use train_single.py, or --device cpu"
+        )
+    if backend == "auto":
+        backend = "nccl" if device.type == "cuda" else "gloo"
+    built = [name for name in ("nccl", "gloo", "mpi") if dist.is_backend_available(name)]
+    if backend not in built or (backend == "nccl" and device.type != "cuda"):
+        raise UsageError(
+            f"--backend {backend}: this torch was built with {' and '.join(built)}, and nccl needs"
+            " CUDA devices"
+        )
+    return backend
+
+
+def share_cores(info: RankInfo, ranks: int) -> None:
+    """Note in OMP_NUM_THREADS this rank's share of the cores, unless a user has set the variable.
+
+    Torch would take every core in each process. torchrun sets the variable to 1 if it is not set,
+    so under torchrun any other number is the user's.
+
+    Args:
+        ranks: how many share the cores of this rank, itself included.
+    """
+    if openmp_threads() in (0, int(info.launcher == "torchrun")):
+        os.environ["OMP_NUM_THREADS"] = str(max(1, usable_cores() // ranks))
+
+
+def _meeting_place(init_method: str, info: RankInfo) -> Address:
     kind, _, where = init_method.partition("://")
     if kind == "file":
         return File(where)
@@ -143,6 +179,6 @@ def _meeting_place(init_method: str, launch: Launch) -> Address:
         return Address(address.strip("[]"), int(port), "--init-method")
     # The variable alone may be left over in a shell.
     has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    place = AgentStore if has_store and launch.launcher == "torchrun" else Address
-    is_given = launch.master_addr == os.environ.get("MASTER_ADDR", "").strip()
-    return place(launch.master_addr, launch.master_port, "MASTER_ADDR" * is_given)
+    place = AgentStore if has_store and info.launcher == "torchrun" else Address
+    is_given = info.master_addr == os.environ.get("MASTER_ADDR", "").strip()
+    return place(info.master_addr, info.master_port, "MASTER_ADDR" * is_given)

@@ -56,12 +56,16 @@ class Member:
     Attributes:
         facts: what has to be the same everywhere, name to value.
         host: its name, and what sets it apart from other hosts of this name.
+        address: from which it reached rank 0. Empty for rank 0 itself.
+        door: a port that it keeps open as long as it lives, and on which it never answers.
     """
 
     rank: int
     facts: dict[str, str] = field(default_factory=dict)
     host: str = field(default_factory=_host_name)
     pid: int = field(default_factory=os.getpid)
+    address: str = ""
+    door: int = 0
 
     def __str__(self) -> str:
         return f"{self.rank} ({self.host.split()[0]} pid {self.pid})"
@@ -78,6 +82,7 @@ class Meeting:
         store: of rank 0.
         mates: the ranks of this host, in order.
         sharing_cores: how many ranks share the cores of this rank, itself included.
+        next: where the next rank has its door, or rank 0 for the last one.
         interface: of the network over which the hosts met. Empty if there is one host.
     """
 
@@ -89,6 +94,8 @@ class Meeting:
     mates: list[int] = field(default_factory=lambda: [0])
     sharing_cores: int = 1
     interface: str = ""
+    door: socket.socket | None = None
+    next: tuple[str, int] = ("", 0)
 
 
 def read_ranks(store: dist.Store, key: str) -> set[int]:
@@ -126,6 +133,8 @@ def meet(place: Address, own: Member, world_size: int, seconds: float) -> Meetin
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     _raise_descriptor_limit(own.rank, world_size)
     meeting = Meeting(own, world_size, own, 2.0 + 0.01 * world_size)
+    meeting.door = socket.create_server(("", 0))
+    own.door = meeting.door.getsockname()[1]
     limit, function = seconds + 2 * meeting.patience, _join if own.rank else _host
     try:
         call_within(limit, function, meeting, place, seconds, check=signals.check)
@@ -212,6 +221,7 @@ def _take_seat(meeting: Meeting, deadline: float, ends: tuple[str, str] = ("", "
     """
     store, own, main, begin = meeting.store, meeting.own, meeting.main, time.monotonic()
     store.add("arrived", 1)
+    own.address = ends[1]
     entry = store.compare_set(f"member/{own.rank}", "", json.dumps(vars(own)))
     problem = _find_problem(main, Member(**json.loads(entry)), own)
     if problem and store.compare_set("verdict", "", problem).decode() == COMPLETE:
@@ -234,13 +244,25 @@ def _take_seat(meeting: Meeting, deadline: float, ends: tuple[str, str] = ("", "
     verdict = store.get("verdict").decode()
     if verdict != COMPLETE:
         error, readers = RendezvousError(verdict), store.add("arrived", 0)
-        error.reported_elsewhere = read_by_all(meeting, "verdict", readers, meeting.patience)
+        error.reported_elsewhere = read_by_all(meeting, "verdict", readers, meeting.patience, True)
         raise error
+    try:
+        _look_around(meeting, seats, cores, ends)
+    except RuntimeError as error:  # the store has ended
+        reason = f"rank {own} lost rank {main} right after the meeting: its own output says more"
+        raise RendezvousError(reason) from error
+
+
+def _look_around(meeting: Meeting, seats: str, cores: str, ends: tuple[str, str]) -> None:
+    """Note who is on this host, and where the others are, once all have met."""
+    store, own = meeting.store, meeting.own
+    following = _read_member(store, (own.rank + 1) % meeting.world_size)
+    meeting.next = following.address or ends[0], following.door
     meeting.mates, meeting.sharing_cores = sorted(read_ranks(store, seats)), store.add(cores, 0)
     if len(meeting.mates) < meeting.world_size:
         # Gloo itself takes the address of the hostname. On Debian this is often 127.0.1.1, where
         # other hosts cannot reach it.
-        used = store.get("main_address").decode() if own.host == main.host else ends[1]
+        used = store.get("main_address").decode() if own.host == meeting.main.host else ends[1]
         meeting.interface = own_addresses().get(used, "")
 
 
@@ -271,7 +293,7 @@ def _describe_missing(meeting: Meeting, waited: float) -> str:
     )
 
 
-def read_by_all(meeting: Meeting, key: str, readers: int, seconds: float) -> bool:
+def read_by_all(meeting: Meeting, key: str, readers: int, seconds: float, speaks: bool) -> bool:
     """Return whether another rank of this host reports what ``key`` says.
 
     The store ends with rank 0. So rank 0 waits until all ranks have read it.
@@ -279,9 +301,10 @@ def read_by_all(meeting: Meeting, key: str, readers: int, seconds: float) -> boo
     Args:
         readers: how many ranks will read it.
         seconds: for rank 0 to wait at most.
+        speaks: whether this rank could report it.
     """
     store, end = meeting.store, time.monotonic() + seconds
-    is_reported = store.add(f"{key}/{meeting.own.host}", 1) > 1
+    is_reported = store.add(f"{key}/{meeting.own.host}", int(speaks)) > 1
     read = store.add(f"{key}/read", 1)
     while meeting.main is meeting.own and read < readers and time.monotonic() < end:
         time.sleep(POLL_SECONDS)

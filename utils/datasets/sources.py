@@ -29,8 +29,8 @@ class Source(NamedTuple):
     """
 
     folder: str
-    mean: float | tuple[float, ...]
-    std: float | tuple[float, ...]
+    mean: float | tuple[float, ...] = 0.0
+    std: float | tuple[float, ...] = 1.0
     mirrors: tuple[str, ...] = ()
 
 

@@ -1,19 +1,17 @@
 """How this process was started: by which launcher, and as which rank."""
 
 import argparse
-import ctypes
 import os
 import re
 import signal
 import zlib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 
+from utils import signals
 from utils.errors import UsageError
 
 DEFAULT_PORT = 29500
-PR_SET_PDEATHSIG = 1  # prctl(2)
 MANAGED = ("torchrun", "slurm", "mpirun")  # they treat a stopped rank as a crashed one
 
 # The names of each launcher for rank, world size, local rank and local world size.
@@ -25,7 +23,7 @@ NAMES = {
 
 
 @dataclass(frozen=True)
-class Launch:
+class RankInfo:
     """What the launcher says about this process.
 
     Attributes:
@@ -46,7 +44,7 @@ class Launch:
     master_port: int = DEFAULT_PORT
 
 
-def read_launch(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Launch:
+def read_rank_info(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> RankInfo:
     """Return what the launcher's variables and the flags say.
 
     Raises:
@@ -54,7 +52,7 @@ def read_launch(args: argparse.Namespace, environ: Mapping[str, str] = os.enviro
     """
     launcher = _identify(args, environ)
     if launcher == "alone":
-        return Launch(launcher)
+        return RankInfo(launcher)
     names = NAMES.get(launcher, NAMES["torchrun"])
     rank, world_size, local_rank, local_world_size = (_number(environ, name) for name in names)
     # The job's name under mpirun, and an address without the space that a file may put there.
@@ -71,7 +69,7 @@ def read_launch(args: argparse.Namespace, environ: Mapping[str, str] = os.enviro
     if rank >= world_size:
         raise UsageError(f"RANK={rank} is not below WORLD_SIZE={world_size}: ranks count from 0")
     sizes, port = (rank, world_size, local_rank, local_world_size), read_port(environ, job)
-    return Launch(launcher, *sizes, address or "127.0.0.1", port)
+    return RankInfo(launcher, *sizes, address or "127.0.0.1", port)
 
 
 def _identify(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
@@ -110,12 +108,11 @@ def _first_slurm_host(environ: Mapping[str, str]) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes).partition(",")[0]
 
 
-def die_with_parent(launch: Launch) -> None:
-    """Ask the kernel for a signal when the launcher dies. Otherwise the rank would train on alone.
+def die_with_launcher(info: RankInfo) -> None:
+    """Get a signal when the launcher dies.
 
     SIGTERM is a stop request, on which all ranks agree. If the job has other nodes, the signal is
     SIGKILL. The other nodes then notice a failure and start again, instead of stopping.
     """
-    number = signal.SIGTERM if launch.local_world_size == launch.world_size else signal.SIGKILL
-    with suppress(OSError, AttributeError):  # Linux alone has it
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    is_one_node = info.local_world_size == info.world_size
+    signals.die_with_parent(signal.SIGTERM if is_one_node else signal.SIGKILL)
