@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
 
 # The folder of data.py and models.py. Remove this line if yours lie beside your script.
@@ -36,7 +35,7 @@ def main() -> None:
 
     train_set, test_set = load_tensors(args.dataset, args.data_dir)
     # DP: one loader feeds all GPUs, and each takes its share of the batch.
-    global_batch_size = args.batch_size * max(1, torch.cuda.device_count())
+    global_batch_size = args.batch_size * (torch.cuda.device_count() if device.type != "cpu" else 1)
     train_loader = DataLoader(train_set, global_batch_size, shuffle=True, drop_last=True)
     test_loader = DataLoader(test_set, 500)
 
@@ -46,20 +45,19 @@ def main() -> None:
     # model and does not warn, so this script then trains as single.py does.
     model = nn.DataParallel(raw_model)
     # Linear scaling: a larger batch makes fewer steps, so each step is longer. The factor is at
-    # most four, since larger rates make training fail. The schedule begins with a small rate,
-    # because a large one is harmful while the weights are still random.
-    lr = 0.1 * min(global_batch_size / 96, 4)
+    # most four, since larger rates make training fail.
+    lr = 0.03 * min(global_batch_size / 96, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
-    scheduler = OneCycleLR(optimizer, lr, total_steps=args.epochs * len(train_loader))
 
     for epoch in range(args.epochs):
         model.train()
-        for images, labels in train_loader:
-            optimizer.zero_grad()
+        for number, (images, labels) in enumerate(train_loader, start=1):
             loss = F.cross_entropy(model(images.to(device)), labels.to(device))
             loss.backward()
             optimizer.step()
-            scheduler.step()
+            optimizer.zero_grad()
+            if number % 100 == 0:
+                print(f"batch {number} of {len(train_loader)}: loss {loss.item():.4f}", flush=True)
 
         raw_model.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=device)  # of loss, correct and count
