@@ -1,5 +1,6 @@
 """What the lessons share: ranks as real processes, a time limit, and checked claims."""
 
+import argparse
 import faulthandler
 import multiprocessing
 import os
@@ -15,6 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 # Seconds. A lesson takes five to fifteen. On a busy machine it takes longer, and none may hang.
 TIME_LIMIT = 120.0
@@ -33,23 +37,33 @@ class Outcome:
     error: str = ""
 
 
-def start(main: Callable[[], dict[str, bool]], ddp: bool = False) -> None:
+def start(main: Callable[[], dict[str, bool]], ddp: bool = False, ask: str = "") -> None:
     """Run a lesson, print its claims, and exit with 0 if its run showed all of them, else with 1.
+
+    With ``--predict`` ask a question first, and wait for the reader's answer.
 
     Args:
         main: returns each claim, and whether the run showed it.
         ddp: whether ranks wrap a model in DDP. DDP's constructor imports torch._dynamo, which takes
             seconds in every rank. With this flag the server of the ranks imports it once.
+        ask: what a reader may guess before a lesson makes its mistake.
     """
+    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
+    if ask:
+        parser.add_argument("--predict", action="store_true", help="guess first")
+    args = parser.parse_args(namespace=argparse.Namespace(predict=False))
     context.set_forkserver_preload(["torch._dynamo" if ddp else "torch"])
-    _setup_process()
     try:
+        guess = input(f"{ask}\nYour guess, then Enter: ") if args.predict else ""
+        _setup_process()
         claims = main()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, EOFError):
         sys.exit(130)
     print()
     for claim, shown in claims.items():
         print(f"{'shown' if shown else 'NOT SHOWN'}: {claim}")
+    if guess:
+        print(f"\nyour guess was: {guess}")
     faulthandler.cancel_dump_traceback_later()
     sys.exit(0 if claims and all(claims.values()) else 1)
 
@@ -57,6 +71,18 @@ def start(main: Callable[[], dict[str, bool]], ddp: bool = False) -> None:
 def first_line(error: BaseException) -> str:
     """Return the first line of what a traceback ends with."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def count_sends(model: DistributedDataParallel) -> list[int]:
+    """Return a list to which DDP adds a 1 for each bucket of gradients that it sends."""
+    sent: list[int] = []
+
+    def count(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        sent.append(1)
+        return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+
+    model.register_comm_hook(None, count)
+    return sent
 
 
 def run_ranks(

@@ -7,6 +7,8 @@ nn.DataParallel runs each replica in a thread, and opens autocast there without 
 replicas compute in float16. They also lack loss scaling. A CPU's default is bfloat16. Therefore
 this lesson asks for float16, and its threads compute in bfloat16. DDP has no such threads.
 train_dp.py sets the dtype in a hook that runs before each replica's forward.
+
+It prints the dtype in which each replica computes, without and with the hook.
 """
 
 from collections.abc import Callable
@@ -74,4 +76,7 @@ def main() -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    start(main)
+    start(
+        main,
+        ask="The main thread asks autocast for float16. In which type do the two replicas compute?",
+    )

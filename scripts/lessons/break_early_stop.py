@@ -3,6 +3,10 @@
 python scripts/lessons/break_early_stop.py
 
 Asked in Lightning-AI/pytorch-lightning#379 and pytorch/pytorch#134920.
+
+`scripts/check/check.py` says "a rank stops alone" where a script of your own does this.
+
+It prints the epoch at which each rank stops, and how the others end.
 """
 
 import torch
@@ -55,4 +59,7 @@ def main() -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    start(main)
+    start(
+        main,
+        ask="Each rank stops when its own loss stops falling. What does the rank that goes on see?",
+    )

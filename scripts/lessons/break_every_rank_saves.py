@@ -1,6 +1,11 @@
-"""Break it: every rank saves to the same path, and a reader finds an incomplete file.
+"""Break it: every rank saves to one path, a reader finds half a file, or comes before the save.
 
 python scripts/lessons/break_every_rank_saves.py
+
+`scripts/check/check.py` says "every rank saves" or "every rank writes" where a script of your own
+does this.
+
+It prints how many saves and loads failed in each case, and what a rank loads without a barrier.
 """
 
 import os
@@ -8,8 +13,10 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from _lesson import first_line, run_ranks, start
 
 SECONDS = 1.0  # of each case
@@ -52,6 +59,30 @@ def work(rank: int, world_size: int, case: str, folder: str) -> Counter[str]:
     return ends
 
 
+def save_and_load(rank: int, world_size: int, folder: str, with_barrier: bool) -> list[float]:
+    """Save on rank 0, as if from cuda:0, and load on all ranks; return the sum before and after."""
+    state, path = {"weight": torch.full((2,), float(rank))}, Path(folder) / "model.pt"
+    device = torch.device("cpu")  # of this rank
+    if rank == 0:
+        time.sleep(SECONDS)  # as long as a large model takes
+        with mock.patch("torch.serialization.location_tag", return_value="cuda:0"):
+            save(state, path, replace=True)
+    if with_barrier:
+        dist.barrier()  # no rank passes before rank 0 comes here, which is after saving
+    loaded = torch.load(path, map_location=device, weights_only=True)
+    dist.barrier()  # all ranks have loaded: rank 0 may delete the file
+    return [float(state["weight"].sum()), float(loaded["weight"].sum())]
+
+
+def load_anywhere(folder: str) -> str:
+    """Load rank 0's file without map_location; return where it landed, or the error."""
+    try:
+        state = torch.load(Path(folder) / "model.pt", weights_only=True)
+        return f"on {state['weight'].device}, whichever rank asked"
+    except RuntimeError as error:
+        return first_line(error)
+
+
 def main() -> dict[str, bool]:
     failed = {}
     for case, (writers, _) in CASES.items():
@@ -63,6 +94,14 @@ def main() -> dict[str, bool]:
             for end, count in ends.most_common(3):
                 print(f"  {count:6} {what}: {end[:96]}")
         failed[case] = sum(saves.values()) - saves["fine"], sum(loads.values()) - loads["fine"]
+    with tempfile.TemporaryDirectory() as folder:
+        early = run_ranks(save_and_load, 2, folder, False)[1].error.replace(folder, "...")
+    with tempfile.TemporaryDirectory() as folder:
+        sums = [outcome.value for outcome in run_ranks(save_and_load, 2, folder, True)]
+        unmapped = load_anywhere(folder)
+    print(f"loads without a barrier after the save: {early}")
+    print(f"with a barrier, the sum of each rank's weights before and after: {sums}")
+    print(f"a file saved on cuda:0, loaded without map_location: {unmapped[:160]}")
     in_place, same_temporary, alone, right = failed.values()
     return {
         "a file that is written in place is incomplete for its readers, even with one writer": (
@@ -70,8 +109,17 @@ def main() -> dict[str, bool]:
         ),
         "ranks that share a temporary file move it away from each other": same_temporary[0] > 0,
         "cure: one rank writes a temporary file, then replaces the old one": right == (0, 0),
+        "without a barrier rank 1 loads before the file exists": early.startswith(
+            "FileNotFoundError: [Errno 2] No such file or directory"
+        ),
+        "cure: with a barrier after the save all ranks load rank 0's weights": (
+            sums[0][0] == sums[0][1] == sums[1][1] != sums[1][0]
+        ),
+        "a file keeps the device of its tensors: without map_location every rank loads onto that "
+        "device, or fails if there is none": unmapped.startswith("on cuda:0")
+        or "Attempting to deserialize object on a CUDA device" in unmapped,
     }
 
 
 if __name__ == "__main__":
-    start(main)
+    start(main, ask="Two ranks save to one file, and a third reads it. Which of them fail?")

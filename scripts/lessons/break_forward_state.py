@@ -3,6 +3,8 @@
 python scripts/lessons/break_forward_state.py
 
 The documentation of torch.nn.DataParallel warns of this.
+
+It prints what a counter in the model says after some steps of DP and of DDP.
 """
 
 from typing import Any
@@ -85,4 +87,8 @@ def main() -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    start(main, ddp=True)
+    start(
+        main,
+        ddp=True,
+        ask="A forward counts its calls. What does the counter say after some steps with DP?",
+    )

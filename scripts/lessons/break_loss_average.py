@@ -3,6 +3,8 @@
 python scripts/lessons/break_loss_average.py
 
 Asked in huggingface/transformers#34242, pytorch/torchtitan#2206 and modelscope/ms-swift#10165.
+
+It prints each loss beside the right one, for ranks and for micro-batches.
 """
 
 from contextlib import nullcontext
@@ -88,4 +90,8 @@ def main() -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    start(main, ddp=True)
+    start(
+        main,
+        ddp=True,
+        ask="Two ranks have unequal numbers of tokens. Is the mean of their means the mean?",
+    )

@@ -1,6 +1,10 @@
 """Break it: a wrapped model's state dict has `module.` before every name.
 
 python scripts/lessons/break_module_prefix.py
+
+`scripts/check/check.py` says "module. in keys" where a script of your own does this.
+
+It prints the names in both state dicts, and what load_state_dict says to them.
 """
 
 import torch
@@ -52,4 +56,4 @@ def main() -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    start(main)
+    start(main, ask="You load a wrapped model's file with strict=False. Which weights are loaded?")

@@ -5,6 +5,10 @@ python scripts/lessons/break_other_data.py
 DDP compares models, not data, so the run ends without an error. Two causes are common. The order of
 a set of strings differs from process to process, and so do class numbers that follow this order. A
 split without a seed also differs. Then one rank trains on samples that another rank tests.
+
+`scripts/check/check.py` says "other data" where a script of your own does this.
+
+It prints what each rank holds for a class, and what the comparison finds.
 """
 
 import os
@@ -95,4 +99,8 @@ def main() -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    start(main, ddp=True)
+    start(
+        main,
+        ddp=True,
+        ask="Two ranks number the classes by a Python set. Does the training end with an error?",
+    )

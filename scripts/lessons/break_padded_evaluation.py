@@ -4,6 +4,11 @@ python scripts/lessons/break_padded_evaluation.py
 
 DistributedSampler repeats samples to make the shares equal. One rank's accuracy is not that of all
 ranks. A mean of accuracies is wrong if the shares differ in size.
+
+`scripts/check/check.py` says "evaluates a share", "leaves samples out" or "padded evaluation" where
+a script of your own does this.
+
+It prints the accuracy that each way reports, beside the true one.
 """
 
 from collections.abc import Sequence
@@ -81,4 +86,7 @@ def main() -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    start(main)
+    start(
+        main,
+        ask="Ten samples, four ranks, 80 % are right. What does DistributedSampler report?",
+    )

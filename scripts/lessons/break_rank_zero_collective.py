@@ -1,6 +1,11 @@
 """Break it: a collective under `if rank == 0`, which the other ranks never call.
 
 python scripts/lessons/break_rank_zero_collective.py
+
+`scripts/check/check.py` says "other collectives" or "evaluates through the wrapper" where a script
+of your own does this.
+
+It prints what each rank's sums are, and how the wait ends.
 """
 
 import time
@@ -60,4 +65,6 @@ def main() -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    start(main)
+    start(
+        main, ask="Rank 0 calls one all_reduce more than rank 1. Does it hang, or is a sum wrong?"
+    )

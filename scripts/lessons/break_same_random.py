@@ -3,6 +3,10 @@
 python scripts/lessons/break_same_random.py
 
 Asked in facebookresearch/detr#297 and huggingface/transformers#37932.
+
+`scripts/check/check.py` says "equal random numbers" where a script of your own does this.
+
+It prints what each rank draws, with one seed and with a seed for each rank.
 """
 
 import torch
@@ -61,4 +65,4 @@ def main() -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    start(main, ddp=True)
+    start(main, ddp=True, ask="All ranks have the same seed. Do their dropout masks differ?")

@@ -1,6 +1,10 @@
 """Break it: without set_epoch, every epoch shows the samples in the same order.
 
 python scripts/lessons/break_set_epoch.py
+
+`scripts/check/check.py` says "no set_epoch" where a script of your own does this.
+
+It prints the order of the samples in each epoch, without and with set_epoch.
 """
 
 import torch
@@ -57,4 +61,4 @@ def main() -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    start(main)
+    start(main, ask="The sampler shuffles. Is the order of the second epoch another one?")

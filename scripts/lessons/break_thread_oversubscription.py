@@ -1,6 +1,8 @@
 """Break it: each process starts as many threads as there are cores, and all become slow.
 
 python scripts/lessons/break_thread_oversubscription.py
+
+It prints the seconds of the same work with too many threads and with a fair share.
 """
 
 import time
@@ -52,4 +54,4 @@ def main() -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    start(main)
+    start(main, ask="Each process starts a thread for every core. Is the work done sooner?")

@@ -1,6 +1,8 @@
 """Break it: one rank comes after the timeout of the others. What names the late rank?
 
 python scripts/lessons/break_timeout.py
+
+It prints what each rank raises, and how long it waited.
 """
 
 import time
@@ -49,4 +51,4 @@ def main() -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    start(main)
+    start(main, ask="One rank is late. Which rank's error names it?")

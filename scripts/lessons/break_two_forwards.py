@@ -3,6 +3,11 @@
 python scripts/lessons/break_two_forwards.py
 
 Asked in pytorch/pytorch#22095 and pytorch/pytorch#62474.
+
+`scripts/check/check.py` says "two forwards" or "two backwards" where a script of your own does
+this.
+
+It prints the gradients of both ranks for each order of forwards and backwards.
 """
 
 import inspect
@@ -102,4 +107,8 @@ def main() -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    start(main, ddp=True)
+    start(
+        main,
+        ddp=True,
+        ask="Two forwards, then two backwards. Do the ranks end with the same gradients?",
+    )

@@ -1,6 +1,11 @@
 """Break it: parameters get no gradient, although DDP waits for their gradients.
 
 python scripts/lessons/break_unused_parameters.py
+
+`scripts/check/check.py` says "unused parameters" or "needless find_unused_parameters" where a
+script of your own does this.
+
+It prints which step raises an error for each cure, and what it says.
 """
 
 import os
@@ -76,4 +81,8 @@ def main() -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    start(main, ddp=True)
+    start(
+        main,
+        ddp=True,
+        ask="One layer gets no gradient in a step. In which step does DDP raise an error?",
+    )

@@ -1,6 +1,10 @@
 """Break it: a world size, a rank or a port that does not fit, and which process reports it.
 
 python scripts/lessons/break_world_size.py
+
+`scripts/check/check.py` says "equal ranks" where a script of your own does this.
+
+It prints what each process says to each mistake.
 """
 
 import socket
@@ -82,4 +86,6 @@ def main() -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    start(main)
+    start(
+        main, ask="The world size is 3, and two processes start. Which of them says what is wrong?"
+    )

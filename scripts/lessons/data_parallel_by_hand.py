@@ -3,6 +3,8 @@
 python scripts/lessons/data_parallel_by_hand.py
 
 A loss that forward computes: asked in Lightning-AI/pytorch-lightning#249 and huggingface/trl#7018.
+
+It prints the time of each step, and where the gradients are before and after it.
 """
 
 import copy

@@ -3,6 +3,10 @@
 python scripts/lessons/join_uneven.py
 
 break_rank_zero_collective shows how the same mistake ends in a hang or in a wrong sum.
+
+`scripts/check/check.py` says "unequal batches" where a script of your own gets this wrong.
+
+It prints how the ranks end without Join, with it, and with equal numbers of batches.
 """
 
 from contextlib import nullcontext

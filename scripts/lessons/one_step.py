@@ -3,6 +3,8 @@
 python scripts/lessons/one_step.py
 
 docs/concepts.md follows these numbers.
+
+It prints the gradient of each share, the joined gradient and the new weight.
 """
 
 import torch

@@ -3,6 +3,10 @@
 python scripts/lessons/zero_first.py
 
 Four processes play two nodes. A disk is a folder: one for each node, or one that both share.
+
+`scripts/check/check.py` says "every rank downloads" where a script of your own gets this wrong.
+
+It prints how many processes prepare the data in each case, and which of them fail.
 """
 
 import fcntl
