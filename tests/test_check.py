@@ -1,0 +1,171 @@
+"""The check of anyone's DDP script: each mistake is found, and no right script is called wrong."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.sources import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts/check"))
+from check import Ranks
+from verdict import TABLE
+
+SCRIPT = (ROOT / "scripts/minimal/ddp.py").read_text()
+VARIANTS = (ROOT / "tests/check_variants.txt").read_text()
+DATA = """train_set, test_set = (
+        torch.utils.data.TensorDataset(
+            torch.rand(count, 1, 28, 28, generator=torch.Generator().manual_seed(count)),
+            torch.arange(count) % 10,
+        )
+        for count in (600, 100)
+    )"""
+ALWAYS = {  # the data is drawn, and quickly there
+    "Path(__file__).resolve().parents[2]": f'"{ROOT}"',
+    "train_set, test_set = load_tensors(args.dataset, args.data_dir)": DATA,
+}
+EDIT = re.compile(r"((?:^-.*\n)+)((?:^\+.*\n)*)", re.M)
+
+
+def variants(level):
+    """Return the edits of each variant of a level, by its name."""
+    found = {}
+    for part in f"\n{VARIANTS}".split("\n= ")[1:]:
+        title, _, body = part.partition("\n")
+        edits = EDIT.findall(body + "\n")
+        if title.startswith(f"{level}: "):
+            found[title.removeprefix(f"{level}: ")] = [
+                ["\n".join(line[1:] for line in side.splitlines()) for side in edit]
+                for edit in edits
+            ]
+    return found
+
+
+def edited(edits):
+    """Return the minimal script with each text replaced. Each has to be there."""
+    text = SCRIPT
+    for old, new in [*ALWAYS.items(), *edits]:
+        assert old in text, f"scripts/minimal/ddp.py has no longer: {old}"
+        text = text.replace(old if new else f"{old}\n", new)
+    return text
+
+
+WRONG, WARN, NOTE, RIGHT = (variants(level) for level in ("WRONG", "WARN", "NOTE", "RIGHT"))
+ON_TWO_HOSTS = {"device by global rank", "equal ranks"}
+FAILS = {  # what the verdict says, and a script
+    "it needs the package nowhere_at_all": "import nowhere_at_all",
+    "it uses accelerate": "import accelerate",
+    "it needs a real GPU": "from torch.utils import cpp_extension\n"
+    "cpp_extension.CUDA_HOME = None\ncpp_extension.CUDAExtension('own', [])",
+    "not done after 5 s (--limit): rank 0 at theirs.py:": "while True:\n    pass",
+    "it makes no process group": "import torch",
+    "ZeroDivisionError: division by zero, on rank 0 at theirs.py:1": "1 / 0",
+    "it wraps no model": "import torch.distributed as dist\ndist.init_process_group('gloo')",
+    "No such file or directory: '/no/such/file'": "open('/no/such/file')",
+    "it ended with exit status 3": "import sys\nsys.exit(3)",
+    "the process died": "import os\nos.abort()",
+}
+OPTIMIZERS = """import sys, torch, torch.distributed as dist, torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("nccl")
+torch.cuda.set_device(dist.get_rank())
+for name in dir(torch.optim):
+    kind = getattr(torch.optim, name)
+    wanted = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    if not wanted or name in ("Optimizer", "SparseAdam"):
+        continue
+    for amp in (None, torch.float16, torch.bfloat16):
+        model = DistributedDataParallel(torch.nn.Linear(4, 3, bias=False).cuda())
+        optimizer = kind(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cuda", enabled=amp == torch.float16)
+
+        def closure():
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=amp, enabled=amp is not None):
+                loss = F.mse_loss(model(torch.rand(2, 4, device="cuda")), torch.ones(2, 3).cuda())
+            scaler.scale(loss).backward()
+            return loss
+
+        if name == "LBFGS":
+            optimizer.step(closure)
+        else:
+            closure()
+            scaler.step(optimizer)
+            scaler.update()
+    print(name, file=sys.stderr)
+"""
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with Ranks() as ranks:
+        yield ranks
+
+
+def check(ranks, folder, text, **options):
+    (folder / "theirs.py").write_text(text)
+    verdict = ranks.check(folder / "theirs.py", [], folder=folder, **options)
+    assert [path.name for path in folder.iterdir()] == ["theirs.py"]
+    return verdict
+
+
+def kinds(verdict, *levels):
+    return [finding.kind for finding in verdict.findings if finding.level in levels]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_is_wrong_and_nothing_else_is(ranks, tmp_path, name):
+    found = check(ranks, tmp_path, edited(WRONG[name]), nodes=1 + (name in ON_TWO_HOSTS))
+    assert kinds(found, "WRONG") == [name.split(" by a ")[0]], found
+    assert found.status == 1
+    assert found.findings[0].line.startswith("theirs.py:"), found
+
+
+@pytest.mark.parametrize("name", WARN | NOTE)
+def test_what_may_be_a_mistake_is_no_more_than_a_warning(ranks, tmp_path, name):
+    found = check(ranks, tmp_path, edited((WARN | NOTE)[name]))
+    assert kinds(found, "WRONG", "WARN" if name in WARN else "NOTE") == [name.split(" by a ")[0]]
+    assert name in WARN or not kinds(found, "WARN"), found
+    assert found.status == 0, found
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_script_is_clean(ranks, tmp_path, name):
+    found = check(ranks, tmp_path, edited(RIGHT[name]))
+    assert (found.findings, found.could_not) == ([], ""), found
+
+
+@pytest.mark.parametrize("said", FAILS)
+def test_what_cannot_be_run_is_no_finding(ranks, tmp_path, said):
+    found = check(ranks, tmp_path, FAILS[said], limit=5)
+    assert (found.findings, found.status) == ([], 3)
+    assert said in found.could_not.replace(", on rank 1 at", ", on rank 0 at"), "either is first"
+
+
+def test_every_optimizer_and_every_mode_of_amp_runs(ranks, tmp_path):
+    found = check(ranks, tmp_path, OPTIMIZERS)
+    assert (found.findings, found.could_not) == ([], ""), found
+
+
+@pytest.mark.parametrize("script", ["minimal/ddp.py", "minimal/ddp_complete.py", "../train_ddp.py"])
+def test_the_scripts_of_this_collection_are_right(ranks, script):
+    found = ranks.check(ROOT / "scripts" / script, ["--dataset", "synthetic"], folder=ROOT)
+    assert (found.findings, found.could_not) == ([], ""), found
+
+
+def test_each_finding_of_the_table_is_shown_and_names_a_lesson_that_exists():
+    shown = {name.split(" by a ")[0] for name in WRONG | WARN | NOTE}
+    rare = {"changed after wrapping", "gradients differ", "other models", "steps differ"}
+    assert set(TABLE) - shown == rare
+    for _, lesson, _ in TABLE.values():
+        assert not lesson or (ROOT / f"scripts/lessons/{lesson}.py").exists()
+
+
+def test_the_command_speaks_json_and_ends_with_the_status_of_its_verdict(tmp_path):
+    (tmp_path / "theirs.py").write_text("import nowhere_at_all")
+    command = [sys.executable, str(ROOT / "scripts/check/check.py"), "--json", "theirs.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == json.loads(done.stdout)["status"] == 3, done.stderr
+    assert subprocess.run(command[:2], capture_output=True, timeout=60).returncode == 2
