@@ -69,8 +69,29 @@ try:
     found = [one.specifier.contains(version(one.name), prereleases=True) for one in wanted]
 except ImportError:  # packaging itself, or a package of the list
     sys.exit(1)
-sys.exit(sys.version_info < (3, 10) or not all(found))
+sys.exit(sys.version_info < (3, 11) or not all(found))
 PYTHON_CODE
+}
+
+# Where PyTorch keeps its builds without CUDA: 200 MB, where the one with CUDA takes 5 GB.
+CPU_BUILDS=https://download.pytorch.org/whl/cpu
+
+# choose_torch PYTHON: have pip and uv install torch without CUDA if TORCH_BACKEND is cpu, or if it is
+# not set and there is no GPU. TORCH_BACKEND=cuda takes the build of the package index, and so does
+# a machine that cannot reach the other one.
+choose_torch() {
+    local backend=${TORCH_BACKEND:-cpu}
+    case ${TORCH_BACKEND:-} in
+        cpu | cuda) ;;
+        "") if nvidia-smi -L >/dev/null 2>&1; then backend=cuda; fi ;;
+        *) fail "TORCH_BACKEND=$TORCH_BACKEND is neither cpu nor cuda" ;;
+    esac
+    size="6 GB"
+    if [[ $backend == cpu ]] && "$1" -c 'import sys, urllib.request
+urllib.request.urlopen(sys.argv[1], timeout=10)' $CPU_BUILDS/torch/ 2>/dev/null; then
+        export UV_TORCH_BACKEND=cpu PIP_EXTRA_INDEX_URL="${PIP_EXTRA_INDEX_URL:-} $CPU_BUILDS"
+        size="1 GB"
+    fi
 }
 
 # make_environment FILE...: set PYTHON to that of $VENV, and install these requirements there.
@@ -80,18 +101,19 @@ make_environment() {
     if satisfied "$PYTHON" "$@"; then
         return
     fi
-    local base=${BASE_PYTHON:-python3} is_new=false
+    local base=${BASE_PYTHON:-python3} is_new=false size
     if [[ ! -e $VENV && ! -L $VENV ]]; then
         is_new=true
-        "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
-            fail "Python 3.10 or later is needed: install python3, or name one in BASE_PYTHON"
+        "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+            fail "Python 3.11 or later is needed: install python3, or name one in BASE_PYTHON"
         # Removes only what this run makes. Half an environment would block the next run.
         trap 'rm -rf "$VENV"' EXIT
     elif [[ ! -f $VENV/pyvenv.cfg ]]; then
         fail "$VENV exists, but is not a virtual environment: name another folder in VENV"
     fi
     trap 'exit 130' INT TERM HUP
-    say "Installing ${*} in $VENV (about 2 minutes, 6 GB)..."
+    choose_torch "$base"
+    say "Installing ${*} in $VENV (about 2 minutes, $size)..."
     if command -v uv >/dev/null &&
         { ! $is_new || uv venv --quiet --python "$base" --allow-existing "$VENV"; } &&
         uv pip install --quiet --python "$PYTHON" "${@/#/-r}"; then

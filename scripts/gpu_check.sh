@@ -3,8 +3,9 @@
 #
 #   ./scripts/gpu_check.sh [--data-dir DIR] [--dry-run]
 #
-# The check takes some twenty minutes and writes one report, runs/gpu-check-<date>/report.md. The
-# exit status is 1 if a part failed, and 2 if torch can use no GPU. --dry-run prints the commands.
+# The check takes some twenty minutes and writes one report, runs/gpu-check-<date>/report.md. It
+# ends with a row for the table of measured machines in docs/tools.md. The exit status is 1 if a
+# part failed, and 2 if torch can use no GPU. --dry-run prints the commands.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/environment.sh
@@ -21,19 +22,22 @@ while (($#)); do
     shift
 done
 
-# This comes before an environment of 6 GB is made. ROCm has /dev/kfd, but no nvidia-smi.
-[[ -e /dev/kfd ]] || nvidia-smi --list-gpus 2>/dev/null | grep -q '^GPU' ||
-    fail "nvidia-smi lists no GPU on this machine, and there is nothing to check"
 PYTHON=$(command -v python3 || true)
-dataset=mnist
 run_dir=runs/gpu-check-$(date +%Y%m%d-%H%M%S)
 report=$run_dir/report.md
-if ! $dry_run; then
-    satisfied "$PYTHON" requirements.txt requirements-dev.txt ||
-        make_environment requirements.txt requirements-dev.txt
+smi=nvidia-smi topology=(nvidia-smi topo -m)
+# ROCm has /dev/kfd, but no nvidia-smi.
+[[ ! -e /dev/kfd ]] || smi=rocm-smi topology=(rocm-smi --showtopo)
+if ! satisfied "$PYTHON" requirements.txt requirements-dev.txt; then
+    # An environment takes 6 GB, so a driver has to be there first. The output is read to its end,
+    # or nvidia-smi might be killed by SIGPIPE, which counts as a failure here.
+    [[ -e /dev/kfd || $(nvidia-smi --list-gpus 2>/dev/null) == *GPU* ]] ||
+        fail "nvidia-smi lists no GPU on this machine, and there is nothing to check"
+    $dry_run || make_environment requirements.txt requirements-dev.txt
 fi
 gpus=$(count_gpus "$PYTHON")
 ((gpus > 0)) || fail "torch can use no GPU (a CPU build, CUDA_VISIBLE_DEVICES, or the driver)"
+dataset=mnist
 if ! $dry_run; then
     mkdir -p "$run_dir"
     if ! "$PYTHON" scripts/tools/prepare_data.py mnist --data-dir "$data_dir"; then
@@ -57,27 +61,57 @@ part() {
     printf '```\n' >>"$report"
 }
 
-part "Driver" nvidia-smi
-((gpus == 1)) || part "Topology" nvidia-smi topo -m
+part "Driver" "$smi"
+((gpus == 1)) || part "Topology" "${topology[@]}"
 part "Doctor" "${launcher[@]}" "$gpus" scripts/tools/doctor.py "${data[@]}"
 part "Tests" "$PYTHON" -m pytest -m gpu --all
+# From torch 2.15 on, "nccl" is another class, and this variable brings the former one back.
+part "Tests with the former NCCL backend" env TORCH_DIST_USE_NCCL2=0 "$PYTHON" -m pytest -m nccl --all
 part "Benchmark" "$PYTHON" scripts/tools/benchmark.py --quick "${data[@]}" --output "$run_dir"
-
-# One epoch each, at the same global batch.
-runs=("$run_dir/single")
-part "One GPU" "$PYTHON" train_single.py "${data[@]}" --no-progress --batch-size 96 \
-    --run-dir "$run_dir/single"
+part "Time to 99 %" "$PYTHON" scripts/tools/sweep.py --goal 99 --epochs 0.3,0.4,0.5,0.75,1,2 \
+    "${data[@]}"
 if ((gpus > 1)); then
-    two=("${data[@]}" --no-progress --batch-size 48 --devices "0,1")
-    part "DataParallel" "$PYTHON" train_dp.py "${two[@]}" --run-dir "$run_dir/dp"
-    part "DistributedDataParallel" "${launcher[@]}" 2 train_ddp.py "${two[@]}" \
-        --run-dir "$run_dir/ddp"
-    runs+=("$run_dir/dp" "$run_dir/ddp")
+    # Does the newer backend send a bucket beside the backward? "hidden" says how much it does.
+    for nccl2 in 1 0; do
+        part "Overlap of buckets, TORCH_DIST_USE_NCCL2=$nccl2" env TORCH_DIST_USE_NCCL2=$nccl2 \
+            "${launcher[@]}" 2 train_ddp.py "${data[@]}" --no-progress --model resnet18 \
+            --bucket-cap-mb 5 --max-steps 30 --profile --run-dir "$run_dir/buckets$nccl2"
+        part "Its trace" "$PYTHON" scripts/tools/trace.py "$run_dir/buckets$nccl2"
+    done
 fi
-part "Time to 99 %" "$PYTHON" scripts/tools/compare.py "${runs[@]}"
 
 $dry_run && exit
-say $'\n'"The report is in $report."
+# The row of this machine for docs/tools.md, from what the tools have written.
+row=$("$PYTHON" - "$run_dir" "$report" "$(IFS=,; echo "${failed[*]:-none}")" <<'PYTHON_CODE'
+import json, pathlib, re, sys, time
+
+run_dir, report, failed = sys.argv[1:]
+text, path = pathlib.Path(report).read_text(), pathlib.Path(run_dir, "benchmark.json")
+found = json.loads(path.read_text()) if path.exists() else {"machine": {}, "tables": {}}
+machine, rows = found["machine"], next(iter(found["tables"].values()), [])
+speeds = [
+    f"{row['technique']} {row['devices']}: {row['images_per_second']['median']:,.0f}"
+    for row in rows
+    if row["images_per_second"] and row["technique"] in ("single", "dp", "ddp")
+]
+reached = [line.split() for line in text.splitlines() if line.endswith(" reached")]
+seconds = [f"{words[0]} {words[5]} / {words[6]}" for words in reached]
+hidden = re.findall(r"^  communication.*?(?:hidden ([0-9.]+%)|$)", text, re.MULTILINE)
+commit = text.split()[4].rstrip(",")
+gpus = machine.get("gpus", [])
+cells = [
+    f"{time.strftime('%Y-%m-%d')}, {commit}",
+    f"{len(gpus)} x {gpus[0] if gpus else '?'}, {machine.get('cpu', '?')}",
+    machine.get("torch", "?"),
+    *("; ".join(values) or "-" for values in (speeds, seconds)),
+    " / ".join(share or "0" for share in hidden) or "-",
+    failed,
+]
+print(f"| {' | '.join(cells)} |")
+PYTHON_CODE
+)
+printf '\n## Row for docs/tools.md\n\n%s\n' "$row" | tee -a "$report"
+say $'\n'"The report is in $report. Reports and rows are welcome."
 if ((${#failed[@]})); then
     say "Failed: $(printf '%s; ' "${failed[@]}")"
     exit 1

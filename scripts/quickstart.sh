@@ -14,12 +14,14 @@ read_flags scripts/quickstart.sh "$@"
 PYTHON=$(command -v python3 || true)
 satisfied "$PYTHON" requirements.txt || make_environment requirements.txt
 
-data_dir=data dataset=
+data_dir=data dataset='' kind=auto
 for ((i = 0; i < ${#flags[@]}; i++)); do
     case ${flags[i]} in
         --data-dir) data_dir=${flags[i + 1]:-data} ;;
         --data-dir=*) data_dir=${flags[i]#*=} ;;
         --dataset | --dataset=*) dataset=given ;;
+        --device) kind=${flags[i + 1]:-auto} ;;
+        --device=*) kind=${flags[i]#*=} ;;
     esac
 done
 if [[ -z $dataset ]]; then
@@ -42,7 +44,8 @@ launcher=("$PYTHON" -m torch.distributed.run --standalone --nproc_per_node)
 single=("$PYTHON" train_single.py --batch-size 96)
 dp=("$PYTHON" train_dp.py --batch-size 48)
 ddp=("${launcher[@]}" 2 train_ddp.py --batch-size 48)
-gpus=$(count_gpus "$PYTHON")
+gpus=0
+[[ $kind == cpu ]] || gpus=$(count_gpus "$PYTHON")
 device="GPU" go_on=("${single[@]}" --run-dir "$run_dir/single")
 if ((gpus > 0)); then
     single+=(--devices 0) dp+=(--devices "0,1") ddp+=(--devices "0,1")

@@ -15,7 +15,8 @@
 #   MASTER_PORT     a port there that is free and open (29500)
 #   NODE_RANK       number of this machine, 0 where MASTER_ADDR is; without it the machines number
 #                   themselves in the order in which they come
-#   RDZV_ID         name of the job, for several jobs at one address (mnist-ddp)
+#   RDZV_ID         name of the job, for several jobs at one address (mnist-ddp). A job with the same
+#                   name and flags continues a run that was killed or failed, and says so
 #   RDZV_TIMEOUT    seconds to wait for all processes (120)
 #   LAST_CALL       seconds that an elastic job waits for more machines than MIN (10)
 #   MAX_RESTARTS    how often to start all processes again after a crash (0; elastic: 3)
@@ -23,7 +24,7 @@
 #   TORCHRUN        the launcher (torchrun, or the one in .venv)
 #
 # CPU threads: the processes share the cores, unless --threads says how many each of them has.
-# OMP_NUM_THREADS does not count here, because torchrun sets it to 1 itself.
+# torchrun sets OMP_NUM_THREADS to 1 where it is unset, so any other value of it counts, too.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/environment.sh

@@ -32,22 +32,20 @@ from utils.errors import UsageError
 from utils.files import write_json
 from utils.throughput import WARMUP_STEPS
 
-CPU_COUNTS = (2, 4, 8)  # by default, if there are as many cores
 LEAST_STEPS = 20  # timed
 QUICK = {"rounds": 1, "seconds": 2.0, "global_batch_sizes": [256], "batch_sizes": []}
 OWN = "--model --batch-size --max-steps --epochs --lr-scaling --threads --num-workers"
 Row = dict[str, Any]
-HEADINGS = ("", "devices", "threads", "images/s", "min-max", "ratio", "effic.", "MB")
+HEADINGS = ("", "devices", "threads", "images/s", "min-max", "ratio", "MB")
 READING = """\
 How to read it:
   strong, weak  the global batch stays the same, or the batch of each device does
   devices       GPUs, or else cores. Then a last row gives one process all of them
-  bare          a loop of PyTorch alone: what the scripts' comfort costs
+  dp            on GPUs its copies, but for the first, are no longer channels_last
   limit         independent single runs: what DP and DDP could reach at most
   threads       processes x CPU threads
   images/s      of training, over all devices: median and range of the rounds
   ratio         to one device, the first row: median of the rounds
-  effic.        the ratio divided by the number of devices, or of cores
   MB            the most that one process held, on a GPU what torch allocated
 If two ranges overlap, this run has seen no difference."""
 
@@ -73,9 +71,8 @@ class Setting(NamedTuple):
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = trial.build_measuring_parser("benchmark.py", __doc__)
     add, sizes = parser.add_argument, trial.list_of(config.SIZE)
-    names = trial.list_of(str, list(models.MODELS))
     add("--quick", action="store_true", help="one round of one batch size")
-    add("--models", type=names, default=["convnet"], help="convnet")
+    add("--models", type=trial.list_of(str, [*models.MODELS]), default=["convnet"], help="convnet")
     add("--global-batch-sizes", type=sizes, default=[128, 512], help="strong scaling: 128,512")
     add("--batch-sizes", type=sizes, default=[256], help="weak scaling, per device: 256")
     add("--counts", type=sizes, help="numbers of devices for DP and DDP: 2,4,...")
@@ -98,7 +95,7 @@ def choose_devices(args: argparse.Namespace) -> str | None:
     """Fill in the numbers of devices and threads. Return what this machine cannot do, or None."""
     sizes, available = args.global_batch_sizes, args.available
     if args.counts is None:
-        powers = CPU_COUNTS if args.device == "cpu" else {2**i for i in range(10)} | {available}
+        powers = (2, 4, 8) if args.device == "cpu" else {2**i for i in range(10)} | {available}
         counts = [n for n in powers if 2 <= n <= max(2, available)]
         counts = [n for n in counts if all(size % n == 0 for size in sizes)] or counts
         args.counts = counts if args.device == "cpu" or available > 1 else [1]
@@ -123,7 +120,7 @@ def plan(args: argparse.Namespace) -> list[tuple[str, int, list[Setting]]]:
         sizes = [("strong", size) for size in args.global_batch_sizes]
         for scaling, size in [*sizes, *(("weak", size) for size in args.batch_sizes)]:
             one = (model, 1, args.threads, size)
-            settings = [Setting("single", *one), Setting("bare", *one)]
+            settings = [Setting("single", *one)]
             for n in args.counts:
                 several = (model, n, n * args.threads, size // n if scaling == "strong" else size)
                 settings += [Setting(t, *several) for t in ("dp", "ddp", "limit")]
@@ -151,32 +148,33 @@ def build_commands(setting: Setting, args: argparse.Namespace, steps: int) -> li
 
 def run_all(args: argparse.Namespace, found: dict[Setting, Row]) -> None:
     """Run each setting once a round, and add the results to ``found``. Safe to interrupt."""
-    models = [next(setting for setting in found if setting.model == name) for name in args.models]
-    total = len(models) + len(found) * args.rounds
-    with tqdm(total=total, disable=None, dynamic_ncols=True, leave=False) as bar:
-
-        def train(setting: Setting, steps: int) -> trial.Outcome | None:
-            bar.set_description_str(str(setting), refresh=True)
-            bar.update()
-            if found[setting]["failure"]:  # now, or in a round before
-                return None
-            try:
-                return trial.train(build_commands(setting, args, steps), args.time_limit)
-            except trial.TrialError as error:
-                found[setting]["failure"] = str(error)
-                tqdm.write(f"benchmark.py: {setting}: {error}", file=sys.stderr)
-            return None
-
-        images = {}
-        for one in models:  # this finds the number of images, and fills the page cache
-            outcome = train(one, WARMUP_STEPS + (args.steps or LEAST_STEPS))
-            images[one.model] = outcome.speed * args.seconds if outcome else 0.0
-        for number, setting in trial.in_turns(list(found), args.rounds):
-            size = setting.devices * setting.batch_size
-            steps = args.steps or max(LEAST_STEPS, round(images[setting.model] / size))
-            if outcome := train(setting, WARMUP_STEPS + steps):
-                found[setting]["speeds"][number] = outcome.speed
-                found[setting]["peak_memory_bytes"] = outcome.memory
+    first = {setting.model: setting for setting in reversed(found)}  # one device
+    steps = WARMUP_STEPS + (args.steps or LEAST_STEPS)
+    # One run of each model finds out how many images take --seconds, and fills the page cache.
+    runs = [(-1, setting) for setting in first.values()]
+    for number in range(args.rounds):  # in turns backwards, so that a drift favours none
+        runs += [(number, setting) for setting in list(found)[:: 1 if number % 2 == 0 else -1]]
+    images: dict[str, float] = {}
+    bar = tqdm(runs, disable=None, dynamic_ncols=True, leave=False)
+    for number, setting in bar:
+        bar.set_description_str(str(setting), refresh=True)
+        record, size = found[setting], setting.devices * setting.batch_size
+        if record["failure"]:  # in a round before
+            continue
+        if number >= 0 and not args.steps:
+            steps = WARMUP_STEPS + max(LEAST_STEPS, round(images.get(setting.model, 0) / size))
+        try:
+            summaries = trial.train(build_commands(setting, args, steps), args.time_limit)
+        except trial.TrialError as error:
+            record["failure"] = str(error)
+            tqdm.write(f"benchmark.py: {setting}: {error}", file=sys.stderr)
+            continue
+        speed = sum(summary["train_images_per_second"] or 0.0 for summary in summaries)
+        if number < 0:
+            images[setting.model] = speed * args.seconds
+        else:
+            sizes = [size for summary in summaries for size in summary["peak_memory_bytes"]]
+            record["speeds"][number], record["peak_memory_bytes"] = speed, sizes
 
 
 def build_tables(args: argparse.Namespace, found: dict[Setting, Row]) -> dict[str, list[Row]]:
@@ -189,25 +187,23 @@ def build_tables(args: argparse.Namespace, found: dict[Setting, Row]) -> dict[st
         for setting in settings:
             record = found[setting]
 
-            def over(other: Setting, units: int = 1, record: Row = record) -> Row | None:
+            def over(other: Setting, record: Row = record) -> Row | None:
                 """Divide round by round, since both had the same load then."""
                 ours, theirs = record["speeds"], found[other]["speeds"]
-                return summarize({r: ours[r] / (units * theirs[r]) for r in ours if r in theirs})
+                return summarize({r: ours[r] / theirs[r] for r in ours if r in theirs})
 
-            units = setting.threads // args.threads  # devices, or as many cores
             row = {"scaling": scaling, "size": size, **setting._asdict(), **record}
             row |= {"processes": setting.processes, "ratio": over(settings[0])}
             row["images_per_second"] = summarize(record["speeds"])
-            row["efficiency"] = over(settings[0], units)
             if setting.technique == "ddp":
                 row["to_dp"] = over(setting._replace(technique="dp"))
             rows.append(row)
     return tables
 
 
-def summarize(values: dict[int, float]) -> Row | None:
+def summarize(rounds: dict[int, float]) -> Row | None:
     """Return median, min, max and the values of the rounds, or None if there are none."""
-    return {**trial.spread(list(values.values())), "rounds": values} if values else None
+    return {**trial.spread([*rounds.values()]), "rounds": rounds} if rounds else None
 
 
 def cells(row: Row) -> list[str]:
@@ -216,12 +212,12 @@ def cells(row: Row) -> list[str]:
     own = [row["technique"], str(row["devices"]), threads]
     speed = row["images_per_second"]
     if not speed:
-        return [*own, "failed" if row["failure"] else "-", *["-"] * 4]
+        return [*own, "failed" if row["failure"] else "-", *["-"] * 3]
     return [
         *own,
         f"{speed['median']:,.0f}",
         f"{speed['min']:,.0f}-{speed['max']:,.0f}" if len(speed["rounds"]) > 1 else "-",
-        *(f"{row[name]['median']:.2f}" if row[name] else "-" for name in ("ratio", "efficiency")),
+        f"{row['ratio']['median']:.2f}" if row["ratio"] else "-",
         f"{max(row['peak_memory_bytes'], default=0) / 2**20:,.0f}",
     ]
 
@@ -264,22 +260,17 @@ def run(args: argparse.Namespace) -> int:
     if args.train_size // largest <= WARMUP_STEPS:
         raise UsageError(f"a global batch of {largest} leaves an epoch of too few steps to time")
     describe_others = trial.watch_others()
+    settings = [setting for _, _, settings in plan(args) for setting in settings]
     found: dict[Setting, Row] = {
-        setting: {"speeds": {}, "peak_memory_bytes": [], "failure": ""}
-        for _, _, settings in plan(args)
-        for setting in settings
+        setting: {"speeds": {}, "peak_memory_bytes": [], "failure": ""} for setting in settings
     }
     folder = args.output or Path("runs", time.strftime("benchmark-%Y%m%d-%H%M%S"))
     folder.mkdir(parents=True, exist_ok=True)  # not after minutes of measuring
-    interrupted = False
-    try:
-        run_all(args, found)
-    except KeyboardInterrupt:
-        interrupted = True
+    interrupted = trial.is_interrupted(run_all, args, found)
     results = {
         "about": trial.describe_table(args),
         "complete": not interrupted,
-        "command": shlex.join(["python", "scripts/tools/benchmark.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", *sys.argv]),
         "rounds": args.rounds,
         "machine": trial.describe_machine(),
         "others": describe_others(),
@@ -288,10 +279,7 @@ def run(args: argparse.Namespace) -> int:
     write_json(folder / "benchmark.json", results)
     (folder / "benchmark.txt").write_text(text(results) + "\n")
     print(f"{text(results)}\n\nresults in {folder}/benchmark.json and benchmark.txt")
-    if interrupted:
-        print("benchmark.py: interrupted: these are the runs that were complete", file=sys.stderr)
-        return 130
-    return int(any(record["failure"] for record in found.values()))
+    return 130 if interrupted else int(any(record["failure"] for record in found.values()))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,5 @@
-"""Measure an all-reduce between the ranks of a job: its latency, its bandwidth, its sums.
+"""All-reduces between the ranks of a job, timed and checked, for scaling.py and doctor.py."""
 
-    torchrun --standalone --nproc_per_node 2 scripts/tools/collectives.py
-
-The tool prints seconds by bytes, as JSON. scaling.py and doctor.py also measure with it.
-"""
-
-import json
-import os
-import sys
 import time
 from collections.abc import Sequence
 
@@ -43,19 +35,3 @@ def time_all_reduce(
             is_right &= bool((values == world_size * (world_size + 1) / 2).all())
         results[size] = min(times), is_right
     return results
-
-
-def main() -> None:
-    if "RANK" not in os.environ:
-        sys.exit("collectives.py: error: it measures between ranks: start it with torchrun")
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
-    found = time_all_reduce((4, 2**10, 2**20, 2**22), device, 20)
-    if dist.get_rank() == 0:
-        print(json.dumps({size: seconds for size, (seconds, _) in found.items()}), flush=True)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

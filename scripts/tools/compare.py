@@ -67,8 +67,6 @@ def describe_devices(summaries: list[dict[str, Any]]) -> str:
     first = summaries[0]
     if first["device"] != "cpu":
         return f"A device is a GPU ({first['device']})."
-    if first["threads"] * first["world_size"] != first["num_devices"]:
-        return "The rows share the threads of one CPU."
     text = "No GPU took part: a device is a core of the CPU."
     for cores in {s["threads"] for s in summaries if is_whole_cpu(s, first)}:
         text += f"\nsingle on {cores} cores is one process without data parallelism: each operation"
@@ -78,11 +76,8 @@ def describe_devices(summaries: list[dict[str, Any]]) -> str:
 
 def is_whole_cpu(summary: dict[str, Any], baseline: dict[str, Any]) -> bool:
     """Return whether a single run has more cores than the first run, if a core is a device."""
-    return (
-        summary["technique"] == "single"
-        and summary["device"] == "cpu"
-        and baseline["threads"] == 1 < summary["threads"]
-    )
+    kind = summary["technique"], summary["device"]
+    return kind == ("single", "cpu") and baseline["threads"] == 1 < summary["threads"]
 
 
 def find_differences(summaries: list[dict[str, Any]]) -> list[str]:
@@ -112,7 +107,7 @@ def build_row(summary: dict[str, Any], baseline: dict[str, Any], is_alike: bool)
         summary["technique"] + on_cores,
         f"{summary['num_devices']} x {summary['device']}",
         f"{processes} x {threads}" if processes > 1 else str(threads),
-        f"{summary['test_accuracy']:.2%}",
+        "-" if summary["test_accuracy"] is None else f"{summary['test_accuracy']:.2%}",
         f"{speed:,.0f}" if speed else "-",
         f"{speed / reference:.2f} x" if speed and reference and is_alike else "-",
         f"{summary['total_seconds']:.1f}",

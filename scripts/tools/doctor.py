@@ -30,7 +30,7 @@ import torch.distributed as dist
 from collectives import largest, time_all_reduce
 
 import data
-from utils import config, distributed, output, signals
+from utils import config, output, signals
 from utils.cluster.launch import Job, launch
 from utils.device import select_devices, setup_device, usable_cores
 from utils.errors import describe
@@ -130,11 +130,8 @@ def facts_of_data(name: str, data_dir: str) -> dict[str, Any]:
     if source.mirrors and not Path(data_dir, source.folder).is_dir():
         return {}
     try:
-        checksum = 0
-        for part in data.load_dataset(name, data_dir):
-            for tensor in (part.images, part.labels):
-                checksum = zlib.crc32(tensor.contiguous().numpy().data, checksum)
-        return {"sum": checksum}
+        sets = data.place(data.load_dataset(name, data_dir), torch.device("cpu"), False, 0, 0)
+        return {"sum": zlib.crc32(repr([data.fingerprint(each) for each in sets]).encode())}
     except Exception as error:  # a user's own function can fail in any way
         return {"problem": describe(error)}
 
@@ -250,15 +247,14 @@ def run(args: argparse.Namespace, job: Job) -> int:
     rank, local_rank, world_size = (int(os.environ[name]) for name in names)
     devices = select_devices(args.device, args.devices)
     device = devices[local_rank % len(devices)]
-    setup_device(device, args.threads, job.ranks_sharing_cores)
-    backend = distributed.choose_backend(args.backend, device)
+    setup_device(device, args.threads)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
+        job.backend,
         store=job.rendezvous(),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=args.timeout),
-        device_id=device if backend == "nccl" else None,
+        device_id=device if "nccl" in job.backend else None,
     )
     own |= facts_of_device(device, devices)
     own |= {"threads": torch.get_num_threads(), "interface": os.environ.get("GLOO_SOCKET_IFNAME")}
@@ -268,13 +264,15 @@ def run(args: argparse.Namespace, job: Job) -> int:
     dist.all_gather_object(facts, own)
     rows = [check_all_reduce(device, world_size)]
     if rank == 0:
-        rows = [*examine(facts, args, backend), *rows]
+        rows = [*examine(facts, args, job.backend.rpartition(":")[2]), *rows]
         if args.json:
             os.write(out, json.dumps([row._asdict() for row in rows], indent=2).encode())
         for row in [] if args.json else rows:
             fix = f"\n{'':23}-> {row.fix}" if row.fix else ""
             print(f"{row.check:<12}  {row.state:<7}  {row.found}{fix}", flush=True)
-    return largest(int(any(row.state == FAILURE for row in rows)))
+    status = largest(int(any(row.state == FAILURE for row in rows)))
+    dist.destroy_process_group()
+    return status
 
 
 def main() -> int:

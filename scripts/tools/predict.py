@@ -1,18 +1,18 @@
-"""Ask a trained network about image files, or about the test set that it never saw.
+"""Ask a trained network about the test set that it never saw, or about image files.
 
-    python scripts/tools/predict.py runs/single-20260101-120000 digit.png
     python scripts/tools/predict.py runs/single-20260101-120000 --test
+    python scripts/tools/predict.py runs/single-20260101-120000 digit.png
 
-The tool takes the run directory or a checkpoint of any of the three scripts. A picture is a PNG or
-JPEG of one digit, on a background that its border shows. --test also draws the confusion matrix and
-the mistakes, into the run's TensorBoard and into PNG files in its folder.
+The tool takes the run directory or a checkpoint of any of the three scripts. --test also draws the
+confusion matrix and the mistakes, into the run's TensorBoard and into PNG files in its folder. A
+picture is resized to the images of the data set, and has to look like them: MNIST's digits are
+light on dark.
 """
 
 import argparse
 import json
 import math
 import sys
-import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-import torch.nn.functional as F
 import trial
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import data
 import models
@@ -30,87 +30,102 @@ from utils.checkpoint import read_checkpoint
 from utils.config import MAX_THREADS, number
 from utils.device import Precision, select_devices, setup_device
 from utils.errors import UsageError, UserError, printable
+from utils.metrics import Metrics
 from utils.weights import load_state
 
-# The data sets whose images have MNIST's form, with the longer side of what is shown, in pixels.
-BOXES = {"mnist": 20, "synthetic": 20, "fashion-mnist": 28}
-CLASSES = {
-    "fashion-mnist": (
-        *("T-shirt", "trouser", "pullover", "dress", "coat"),
-        *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
-    )
-}
-SIDE = 28  # pixels of an image of MNIST, and of those that have its form
-WORKING_SIZE = 280  # pixels. Larger images are shrunk first, which also smooths a photo's grain
-MIN_CONTRAST = 25  # of 255
-PAPER = 0.2  # share of the darkest ink, up to which a pixel is paper, grain or shadow
 COLUMNS, MAX_MISTAKES = 8, 48
 MAX_NAMED = 20  # classes. With more of them, the cells of the matrix have no numbers
 
 
-def read_image(path: Path, mode: str = "L") -> Tensor:
-    """Return the pixels of a PNG or JPEG, uint8 [H, W], or [3, H, W] with the mode ``RGB``."""
+class Trained(NamedTuple):
+    """A network to ask, its test set, the position of its checkpoint, and the flags of its run."""
+
+    model: nn.Module
+    transform: data.Transform
+    precision: Precision
+    dataset: str
+    train_size: int
+    test_set: Any
+    folder: Path
+    progress: dict[str, Any]
+    flags: dict[str, Any]
+
+    def ask(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the outputs [B, ...] for a batch, and its labels where the outputs are."""
+        images, labels = self.transform(images, labels)
+        with self.precision.autocast():
+            return self.model(images), labels
+
+
+def load(path: Path, device: torch.device, data_dir: str | None) -> Trained:
+    """Load a run directory or a checkpoint."""
+    if path.is_dir():
+        path = path / "checkpoints" / "last.pt"
+        if not path.exists():
+            raise UsageError(f"{path.parent.parent} is no run directory: it has no {path.name}")
+    state = read_checkpoint(path)
+    name, dataset = (str(state["identity"].get(key)) for key in ("model", "dataset"))
+    if name not in models.MODELS:
+        raise UsageError(f"{path} holds a model {name}: add it to MODELS in models.py")
+    if dataset not in data.SOURCES:
+        raise UsageError(f"{path} was trained on {dataset}: add it to SOURCES, for the images")
+    model = models.build_model(name)
+    load_state(model, state["model"], f"{path} holds other layers than --model {name} has now")
+    folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+    flags = {}
+    with suppress(OSError, ValueError):  # a lone checkpoint has none
+        flags = json.loads((folder / "args.json").read_text())
+    sets = data.load_dataset(dataset, data_dir or flags.get("data_dir", "data"))
+    train_set, test_set = data.place(sets, device, False, 0, 0)
+    transform = data.Transform(device, dataset)
+    # In another precision a few predictions differ.
+    precision = Precision(device, flags.get("amp", "off"))
+    model, size = model.to(device).eval(), len(train_set)
+    progress = state["progress"]
+    return Trained(model, transform, precision, dataset, size, test_set, folder, progress, flags)
+
+
+def read_picture(path: Path, test_set: Any) -> Tensor:
+    """Return a PNG or JPEG as a batch of one image of a data set."""
     try:
-        from PIL import Image, ImageOps
+        from PIL import Image
     except ImportError as error:
         raise UsageError("needs Pillow: pip install pillow") from error
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            # No other formats: for EPS Pillow would start Ghostscript.
-            with Image.open(path, formats=("PNG", "JPEG")) as file:
-                image = ImageOps.exif_transpose(file)  # upright, as the camera was held
+        # No other formats: for EPS Pillow would start Ghostscript.
+        with Image.open(path, formats=("PNG", "JPEG")) as file:
+            picture = file.convert("RGB")
     except Exception as error:  # a damaged image fails in many ways
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise UsageError(f"cannot be read as a PNG or JPEG ({reason})") from error
-    if image.mode not in ("1", "L", "P", "RGB") or "transparency" in image.info:
-        raise UsageError(f"is transparent, or of 16 bits ({image.mode}): save it as a JPEG")
-    levels = torch.frombuffer(bytearray(image.convert(mode).tobytes()), dtype=torch.uint8)
-    levels = levels.view(image.height, image.width, -1).permute(2, 0, 1)
-    return levels if mode == "RGB" else levels[0]
+    if isinstance(test_set, data.SampleSet):
+        transform = getattr(test_set.dataset, "transform", None)
+        if transform is None:
+            raise UsageError("has no way into this data set, which has no transform: pass --test")
+        return transform(picture)[None]
+    *channels, height, width = test_set.images.shape[1:]
+    picture = picture.convert("RGB" if channels == [3] else "L").resize((width, height))
+    pixels = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
+    image = pixels.view(height, width, -1).permute(2, 0, 1).reshape(1, *channels, height, width)
+    return image if test_set.images.dtype == torch.uint8 else image / 255
 
 
-def resize(pixels: Tensor, height: int, width: int) -> Tensor:
-    """Scale [..., H, W], and smooth if it shrinks. The result is float."""
-    images = pixels.float().reshape(1, -1, *pixels.shape[-2:])
-    scaled = F.interpolate(images, (height, width), mode="bilinear", antialias=True)
-    return scaled.view(*pixels.shape[:-2], height, width)
+def describe(outputs: Tensor, names: list[str] | None) -> str:
+    """Name the two likeliest of classes by their logits [C], or print the numbers [...]."""
+    if names is None:
+        return ", ".join(f"{value:.6g}" for value in outputs.flatten().tolist())
+    best = outputs.double().softmax(0).topk(min(2, len(outputs)))
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return ", then ".join(f"{names[index]} ({share:.1%})" for index, share in pairs)
 
 
-def normalise(levels: Tensor, box: int) -> Tensor:
-    """Turn grey levels [H, W] into an image of MNIST's form, uint8 [28, 28], light on dark.
-
-    This follows the making of MNIST (http://yann.lecun.com/exdb/mnist). The drawing is fitted into
-    ``box`` x ``box`` pixels, and its centre of mass goes to the middle. The border shows the
-    background. An image of 28 x 28 already has this form, and is at most inverted.
-    """
-    pixels = levels.float()
-    if (longer := max(pixels.shape)) > WORKING_SIZE:
-        height, width = (max(1, side * WORKING_SIZE // longer) for side in pixels.shape)
-        pixels = resize(pixels, height, width)
-    border = torch.cat([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]]).median()
-    darker, lighter = border - pixels.min(), pixels.max() - border
-    if max(darker, lighter) < MIN_CONTRAST:
-        raise UsageError("shows nothing: all pixels have about the same grey")
-    if pixels.shape == (SIDE, SIDE):
-        return (255 - pixels if darker > lighter else pixels).to(torch.uint8)
-    ink = (border - pixels if darker > lighter else pixels - border).clamp(min=0)
-    ink[ink < PAPER * ink.max()] = 0
-    rows, columns = ink.amax(1).nonzero(), ink.amax(0).nonzero()
-    ink = ink[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
-    height, width = (max(1, round(side * box / max(ink.shape))) for side in ink.shape)
-    ink = resize(ink, height, width)
-    ink *= 255 / ink.max()  # a thin line fades when it shrinks
-    canvas = torch.zeros(SIDE, SIDE)
-    weights = ink.sum(1), ink.sum(0)
-    centres = [float((w * torch.arange(len(w))).sum() / w.sum()) for w in weights]
-    # Move by whole pixels, and never over the edge.
-    top, left = (
-        min(max(0, round((SIDE - 1) / 2 - centre)), SIDE - side)
-        for centre, side in zip(centres, ink.shape, strict=True)
-    )
-    canvas[top : top + height, left : left + width] = ink
-    return canvas.round().to(torch.uint8)
+def class_names(trained: Trained, outputs: Any, labels: Tensor) -> list[str] | None:
+    """Return the names of the classes, or None if the outputs are not the logits of classes."""
+    if not isinstance(outputs, Tensor) or outputs.ndim != 2 or labels.is_floating_point():
+        return None
+    numbers = list(map(str, range(outputs.shape[1])))
+    classes = getattr(getattr(trained.test_set, "dataset", None), "classes", [])
+    return [*classes, *numbers[len(classes) :]]  # a model may have more outputs
 
 
 def confusion_matrix(labels: Tensor, predictions: Tensor) -> Tensor:
@@ -140,154 +155,82 @@ def draw_confusion(figure: Any, matrix: Tensor) -> None:
         axis.text(column, row, number, ha="center", va="center", fontsize=7, color=colour)
 
 
-def draw_mistakes(
-    figure: Any, images: Tensor, labels: Tensor, predictions: Tensor, confidences: Tensor
-) -> None:
+def draw_mistakes(figure: Any, test_set: Any, labels: Tensor, outputs: Tensor) -> None:
     """Draw the images with a wrong prediction, the most confident first, into a figure."""
+    predictions, confidences = outputs.argmax(1), outputs.double().softmax(1).amax(1)
     wrong = (predictions != labels).nonzero().flatten()
-    shown = wrong[confidences[wrong].argsort(descending=True, stable=True)][:MAX_MISTAKES]
+    shown = wrong[confidences[wrong].argsort(descending=True, stable=True)][:MAX_MISTAKES].tolist()
     title = f"{len(wrong):,} of {len(labels):,} wrong: label > prediction, its probability"
     figure.suptitle(title, fontsize=10)
     axes = figure.subplots(max(1, math.ceil(len(shown) / COLUMNS)), COLUMNS, squeeze=False)
     for axis in axes.flat:
         axis.set_axis_off()
-    for axis, index in zip(axes.flat, shown.tolist(), strict=False):
-        image = images[index].cpu()
+    images = data.read_batch(test_set, shown or [0])[0].cpu().float()
+    for axis, index, image in zip(axes.flat, shown, images, strict=False):
         if image.ndim == 3:  # colour, or the first channel alone
             image = image.permute(1, 2, 0) if len(image) == 3 else image[0]
-        axis.imshow(image.numpy(), cmap="gray", vmin=0, vmax=255)
+        low, high = image.min(), image.max()
+        axis.imshow(((image - low) / (high - low).clamp(min=1e-6)).numpy(), cmap="gray")
         told = f"{labels[index]} > {predictions[index]} {confidences[index]:.0%}"
         axis.set_title(told, fontsize=8, color="#b2182b")
 
 
-class Trained(NamedTuple):
-    """A network to ask, the position of its checkpoint, and the flags of its run."""
-
-    model: nn.Module
-    dataset: str
-    device: torch.device
-    folder: Path
-    progress: dict[str, Any]
-    flags: dict[str, Any]
-
-
 @torch.inference_mode()
-def probabilities_of(trained: Trained, images: Tensor, precision: Precision) -> Tensor:
-    """Return the probabilities [N, C], on the CPU, of images uint8 [N, ...].
-
-    The batches are those of the evaluation. In float64 no two logits round to one probability. So
-    the predictions are those that the evaluation counts.
-    """
-    logits, transform = [], data.Transform(trained.device, trained.dataset)
-    for batch in images.split(data.EVAL_BATCH_SIZE):
-        pixels, _ = transform(batch, batch)  # there are no labels
-        with precision.autocast():
-            logits.append(trained.model(pixels).cpu().double())
-    outputs = torch.cat(logits)
-    if outputs.ndim != 2:
-        raise UsageError(f"the model returns {list(outputs.shape)}, no logits of classes [B, C]")
-    return outputs.softmax(1)
-
-
-def load(path: Path, device: torch.device) -> Trained:
-    """Load a run directory or a checkpoint."""
-    if path.is_dir():
-        path = path / "checkpoints" / "last.pt"
-        if not path.exists():
-            raise UsageError(f"{path.parent.parent} is no run directory: it has no {path.name}")
-    state = read_checkpoint(path)
-    name, dataset = (str(state["identity"].get(key)) for key in ("model", "dataset"))
-    if name not in models.MODELS:
-        raise UsageError(f"{path} holds a model {name}: add it to MODELS in models.py")
-    if dataset not in data.SOURCES:
-        raise UsageError(f"{path} was trained on {dataset}: add it to SOURCES, for the images")
-    model = models.build_model(name)
-    load_state(model, state["model"], path)
-    folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
-    flags = {}
-    with suppress(OSError, ValueError):  # a lone checkpoint has none
-        flags = json.loads((folder / "args.json").read_text())
-    return Trained(model.to(device).eval(), dataset, device, folder, state["progress"], flags)
-
-
-def describe(probabilities: Tensor, dataset: str) -> str:
-    """Name the two likeliest classes of ``probabilities`` [C]."""
-    names = CLASSES.get(dataset, tuple(map(str, range(len(probabilities)))))
-    (first, second), (best, runner_up) = (part.tolist() for part in probabilities.topk(2))
-    return f"{names[best]} ({first:.1%}), then {names[runner_up]} ({second:.1%})"
-
-
-def prepare_image(path: Path, dataset: str, examples: Tensor | None) -> Tensor:
-    """Return an image file as an image of the data set, uint8.
-
-    ``examples`` are images of a data set that does not have MNIST's form, or None.
-    """
-    if examples is None:
-        return normalise(read_image(path), BOXES[dataset])
-    is_colour = examples.ndim == 4 and examples.shape[1] == 3
-    image = read_image(path, "RGB" if is_colour else "L")
-    image = resize(image, *examples.shape[-2:]).round().to(torch.uint8)
-    return image.view(examples.shape[1:])
-
-
-def run_test(
-    trained: Trained, sets: tuple[data.ImageSet, data.ImageSet], precision: Precision
-) -> None:
-    """Print the accuracy on the test set, and draw the confusion matrix and the mistakes."""
-    train_set, test_set = sets
-    labels = test_set.labels
-    if labels.is_floating_point():
-        raise UsageError(f"the labels of {trained.dataset} are not classes: nothing to count")
-    probabilities = probabilities_of(trained, test_set.images, precision)
-    confidences, predictions = probabilities.max(1)
-    correct, count = int((predictions == labels).sum()), len(test_set)
-    print(f"{trained.dataset} test set: {correct:,} of {count:,} correct, {correct / count:.2%}")
+def run_test(trained: Trained) -> None:
+    """Print what the evaluation counts on the test set. Draw confusion matrix and mistakes."""
+    metrics, found, device = Metrics(trained.transform.device), [], trained.transform.device
+    options = data.loader_options(trained.test_set, 0, device)
+    for batch in data.batches(DataLoader(trained.test_set, data.EVAL_BATCH_SIZE, **options)):
+        outputs, labels = trained.ask(*batch)
+        metrics.update(*models.loss_and_counts(outputs, labels))
+        names = class_names(trained, outputs, labels)
+        found += [(outputs.cpu(), labels.cpu())] if names else []
+    told = ", ".join(f"{name} {value:.6g}" for name, value in metrics.averages.items())
+    print(f"{trained.dataset} test set, {metrics.count:,} samples: {told}")
+    if not found:
+        return
+    outputs, labels = (torch.cat(parts) for parts in zip(*found, strict=True))
     try:
         figures = {"confusion_matrix": trial.new_figure(6, 6), "mistakes": trial.new_figure(9, 8)}
     except UserError as error:  # the score is useful without them
         print(error, file=sys.stderr)
         return
-    draw_confusion(figures["confusion_matrix"], confusion_matrix(labels, predictions))
-    mistakes = figures["mistakes"]
-    draw_mistakes(mistakes, test_set.images, labels, predictions, confidences)
+    draw_confusion(figures["confusion_matrix"], confusion_matrix(labels, outputs.argmax(1)))
+    if data.read_batch(trained.test_set, [0])[0].ndim > 2:  # not rows of numbers
+        draw_mistakes(figures["mistakes"], trained.test_set, labels, outputs)
     for name, figure in figures.items():
         trial.save_figure(figure, trained.folder / f"{name}.png")
     print(f"pictures in {trained.folder}/confusion_matrix.png and mistakes.png")
     if trained.flags:  # a run directory, not a lone checkpoint
         from torch.utils.tensorboard import SummaryWriter  # a second to import
 
-        position = trained.progress
-        seen = position["epoch"] * len(train_set) + position["epoch_samples"]
+        seen = trained.progress["epoch"] * trained.train_size + trained.progress["epoch_samples"]
         with SummaryWriter(trained.folder, filename_suffix=".predict") as writer:
             for name, figure in figures.items():
                 writer.add_figure(f"test_images/{name}", figure, seen)
         print(f"and in TensorBoard: tensorboard --logdir {trained.folder.parent}")
 
 
+@torch.inference_mode()
 def run(args: argparse.Namespace) -> int:
     if not (args.images or args.test):
         raise UsageError("nothing to do: name an image, or pass --test")
     device = select_devices(args.device)[0]
     setup_device(device, args.threads)
-    trained = load(args.model, device)
-    # In another precision a few predictions differ.
-    precision = Precision(device, trained.flags.get("amp", "off"))
-    is_own = trained.dataset not in BOXES
-    if args.test or is_own:
-        data_dir = args.data_dir or trained.flags.get("data_dir", "data")
-        sets = data.load_dataset(trained.dataset, data_dir)
+    trained = load(args.model, device, args.data_dir)
     status = 0
     for path in args.images:
         try:
-            image = prepare_image(path, trained.dataset, sets[1].images if is_own else None)
+            image = read_picture(path, trained.test_set)
         except UsageError as error:  # the other images can still be read
             print(f"predict.py: error: {printable(str(path))} {error}", file=sys.stderr)
             status = error.exit_status
             continue
-        probabilities = probabilities_of(trained, image[None], precision)[0]
-        print(f"{printable(str(path))}: {describe(probabilities, trained.dataset)}")
+        outputs, label = trained.ask(image, data.read_batch(trained.test_set, [0])[1])
+        names = class_names(trained, outputs, label)
+        print(f"{printable(str(path))}: {describe(outputs[0].cpu(), names)}")
     if args.test:
-        run_test(trained, sets, precision)
+        run_test(trained)
     return status
 
 

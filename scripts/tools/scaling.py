@@ -1,176 +1,231 @@
-"""Predict the images/s of DP and DDP on 1 to 1,024 devices from four figures.
+"""Will DDP be faster? Time a step alone and the link, predict a step of DDP, and time it too.
 
-    python scripts/tools/scaling.py
-    python scripts/tools/scaling.py --step-ms 120 --gradient-mb 102 --latency-us 10 --bandwidth 12.5
+    torchrun --standalone --nproc_per_node 2 scripts/tools/scaling.py --model basic
+    python scripts/tools/scaling.py --step-ms 273 --gradient-mb 102 --bandwidth 300
 
-The figures are the seconds of a step on one device, the bytes of the gradients, and latency and
-bandwidth of the link between two devices. The tool measures the figures that are not given: the
-step by train_single.py, the link by an all-reduce between two ranks. If it measures the step, real
-runs on one and two devices check the prediction.
-
-The model. A ring all-reduce sends 2(n-1) messages, each of 1/n of the gradients (Thakur et al.
-2005, https://doi.org/10.1177/1094342005051521). DDP hides all but the last of its buckets behind
-the backward, as far as they fit. DP copies the network to each device and sums the gradients on the
-first device. All of this goes over the link of the first device, and DP hides nothing. All links
-are alike and no device is late, so this is the best case.
+The first command measures between the ranks that it starts, on one machine or several. The second
+one computes with your figures: a step on one device, the bytes of the gradients, and the bandwidth
+of the link in one direction. docs/faster.md explains the arithmetic.
 """
 
 import argparse
 import json
-import math
+import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from statistics import median
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import compare
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 import trial
+from collectives import time_all_reduce
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import models
 from utils import config
-from utils.errors import UsageError
-from utils.throughput import WARMUP_STEPS
 
 DEVICES = [2**i for i in range(11)]
-MOST_OF_DP = 16  # GPUs of one machine, the most that one process can use (HGX-2)
-BUCKET_BYTES = 25 * 2**20  # DDP's default
+FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes at which DDP closes a bucket
 # A backward multiplies twice where the forward does once (https://arxiv.org/abs/2001.08361, 2.1).
 BACKWARD_SHARE = 2 / 3
-STEPS = 60  # timed in a real run
-ROUNDS = 3
-OWN = "--model --batch-size --threads --lr-scaling --max-steps --epochs"
+WARM_UP, STEPS, ROUNDS = 3, 10, 5
+LARGEST = 2**24  # bytes that time the link
 
 
-class Model(NamedTuple):
-    """The four figures: seconds, bytes, seconds, bytes per second."""
+class Step(NamedTuple):
+    """Seconds of a step on one device, and when its buckets are full.
 
-    step: float
-    gradients: float
+    Args:
+        other: forward, loss and optimizer, beside which DDP sends nothing.
+        buckets: seconds after the backward's beginning, and bytes, of each bucket.
+    """
+
+    other: float
+    backward: float
+    buckets: list[tuple[float, float]]
+
+    def ddp(self, devices: int, link: "Link") -> float:
+        """Return the seconds of a step of DDP, whose full buckets queue for the link."""
+        free = 0.0
+        for full, size in self.buckets:
+            free = max(free, full) + link.ring(devices, size)
+        return self.other + max(self.backward, free)
+
+
+class Link(NamedTuple):
+    """Seconds of the smallest message, and bytes per second in one direction."""
+
     latency: float
     bandwidth: float
 
     def ring(self, devices: int, size: float) -> float:
-        """Return the seconds of a ring all-reduce of ``size`` bytes."""
+        """Return the seconds of a ring all-reduce: 2(n-1) messages, each of 1/n of the bytes.
+
+        Thakur et al. 2005, https://doi.org/10.1177/1094342005051521
+        """
         return 2 * (devices - 1) * (self.latency + size / devices / self.bandwidth)
 
-    def ddp(self, devices: int) -> float:
-        """Return the seconds of a step of DDP.
 
-        There are k equal buckets. Bucket i is ready after i/k of the backward, and they are sent
-        one after the other. With one bucket nothing overlaps.
-        """
-        buckets = max(1, math.ceil(self.gradients / BUCKET_BYTES))
-        each = self.ring(devices, self.gradients / buckets)
-        backward = BACKWARD_SHARE * self.step
-        both = max(backward + each, backward / buckets + buckets * each)
-        return self.step - backward + both
-
-    def dp(self, devices: int) -> float:
-        """Return the seconds of a step of DP: a broadcast of the weights, a reduce of gradients.
-
-        Scatter and gather send little in comparison, and count as one latency each.
-        """
-        copies = 2 * self.gradients / self.bandwidth if devices > 1 else 0.0
-        return self.step + copies + 4 * (devices - 1) * self.latency
+def even_step(seconds: float, size: float) -> Step:
+    """Return a step whose gradients come evenly during its backward."""
+    backward, count = BACKWARD_SHARE * seconds, max(1, round(size / BUCKET))
+    full = [(backward * i / count, size / count) for i in range(1, count + 1)]
+    return Step(seconds - backward, backward, full)
 
 
-def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = trial.build_measuring_parser("scaling.py", __doc__)
-    add, least_zero = parser.add_argument, config.NON_NEGATIVE
-    add("--model", choices=list(models.MODELS), default="convnet")
-    add("--batch-size", type=config.SIZE, default=config.DEFAULT_BATCH_SIZE, help="per device")
-    add("--threads", type=config.SIZE, default=1, help="CPU threads of a device")
-    add("--step-ms", type=config.POSITIVE, help="a step on one device, milliseconds")
-    add("--gradient-mb", type=config.POSITIVE, help="size of the gradients (default: the model's)")
-    add("--latency-us", type=least_zero, help="latency of a message, microseconds")
-    add("--bandwidth", type=config.POSITIVE, help="bandwidth of the link, each way, GB/s")
-    args = trial.parse_args(parser, argv, OWN)
-    if (args.latency_us is None) != (args.bandwidth is None):
-        parser.error("--latency-us and --bandwidth describe one link: give both, or none")
-    return args
+def fill_buckets(gradients: list[tuple[float, int]]) -> list[tuple[float, float]]:
+    """Put gradients (when each came, its bytes) into buckets as DDP does after its first step."""
+    buckets: list[tuple[float, float]] = []
+    waiting = 0
+    for when, size in gradients:
+        waiting += size
+        if waiting >= (BUCKET if buckets else FIRST_BUCKET):
+            buckets.append((when, waiting))
+            waiting = 0
+    return [*buckets, (gradients[-1][0], waiting)] if waiting else buckets
 
 
-def time_step(technique: str, devices: int, args: argparse.Namespace) -> float:
-    """Return the seconds of a step in a real run of a script."""
-    flags = {"--model": args.model, "--batch-size": args.batch_size, "--lr-scaling": "none"}
-    flags["--threads"] = args.threads * (devices if technique == "dp" else 1)
-    flags |= {"--max-steps": WARMUP_STEPS + STEPS, "--epochs": args.epochs}
-    [command] = trial.build_commands(technique, devices, args, flags)
-    outcome = trial.train([[*command, "--no-tensorboard", "--no-progress"]], args.time_limit)
-    return devices * args.batch_size / outcome.speed
+def mark(device: torch.device) -> Any:
+    """Return the time on the device's own clock."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
-def measure_link(args: argparse.Namespace) -> tuple[float, float]:
-    """Solve the times of two messages between two ranks for latency and bandwidth."""
-    if args.device != "cpu" and args.available < 2:
-        raise UsageError("one GPU has no link to measure: pass --latency-us and --bandwidth")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    script = trial.ROOT / "scripts" / "tools" / "collectives.py"
-    [text] = trial.run([*launcher, "--nproc_per_node", 2, script], limit=args.time_limit)
-    times = {int(size): seconds for size, seconds in json.loads(text.splitlines()[-1]).items()}
-    small, large = min(times), max(times)
-    # Two ranks exchange two messages, each of half of the bytes.
-    return times[small] / 2, large / max(1e-9, times[large] - times[small])
+def between(first: Any, last: Any) -> float:
+    """Return the seconds between two marks. On a GPU wait until it has come to the last one."""
+    if isinstance(first, float):
+        return last - first
+    last.synchronize()
+    return first.elapsed_time(last) / 1e3
 
 
-def check(model: Model, args: argparse.Namespace) -> str:
-    """Return the prediction beside real runs of DDP on one and two devices, and of DP on two."""
-    settings = [("ddp", 1), ("ddp", 2), ("dp", 2)]
-    measured: dict[tuple[str, int], list[float]] = {setting: [] for setting in settings}
-    for _, (technique, devices) in trial.in_turns(settings, ROUNDS):
-        if args.device == "cpu" or devices <= args.available:
-            measured[technique, devices].append(time_step(technique, devices, args))
-    rows: list[tuple[str, ...]] = [("check", "devices", "predicted ms", "measured ms", "range")]
-    for (technique, devices), times in measured.items():
-        if times:
-            predicted = model.ddp(devices) if technique == "ddp" else model.dp(devices)
-            found = trial.spread([1e3 * seconds for seconds in times])
-            ends = f"{found['min']:.2f}-{found['max']:.2f}"
-            numbers = (f"{1e3 * predicted:.2f}", f"{found['median']:.2f}", ends)
-            rows.append((technique, str(devices), *numbers))
-    return compare.table(rows)
+def build_step(
+    model: nn.Module, batch_size: int, device: torch.device
+) -> Callable[[], tuple[float, Step]]:
+    """Return a function that makes a step on a batch which lies ready: its seconds, its parts."""
+    images = torch.randn(batch_size, 1, 28, 28, device=device)
+    labels = torch.randint(10, (batch_size,), device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    arrived: list[tuple[Any, int]] = []
+
+    def note(parameter: Tensor) -> None:
+        arrived.append((mark(device), parameter.numel() * parameter.element_size()))
+
+    def step() -> tuple[float, Step]:
+        arrived.clear()
+        begin = mark(device)
+        loss = F.cross_entropy(model(images), labels)
+        computed = mark(device)
+        loss.backward()
+        done = mark(device)
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds, backward = between(begin, mark(device)), between(computed, done)
+        came = [(between(computed, when), size) for when, size in arrived]
+        return seconds, Step(seconds - backward, backward, fill_buckets(came))
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(note)
+    for _ in range(WARM_UP):
+        step()
+    return step
 
 
-def curve(model: Model, batch_size: int) -> str:
-    """Return images/s and efficiency of DDP and DP by the number of devices."""
-    rows = [["devices", "ddp images/s", "effic.", "dp images/s", "effic."]]
+def measure(args: argparse.Namespace) -> tuple[Step, Link, list[float]]:
+    """Return a step alone, the link, and seconds of DDP's steps. Collective."""
+    on_gpu = torch.cuda.is_available() and args.device != "cpu"
+    device = torch.device("cpu")
+    if on_gpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    torch.set_num_threads(args.threads)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    raw_model, other = (models.build_model(args.model).to(device) for _ in range(2))
+    alone = build_step(raw_model, args.batch_size, device)
+    model = DistributedDataParallel(other, gradient_as_bucket_view=True)
+    together = build_step(model, args.batch_size, device)
+    steps, times = [], []
+    for _ in range(ROUNDS):  # in turns, so that other programs disturb both alike
+        steps += [alone() for _ in range(STEPS)]
+        dist.barrier()
+        times += [together()[0] for _ in range(STEPS)]
+    steps.sort(key=lambda pair: pair[0])
+    size = sum(p.numel() * p.element_size() for p in raw_model.parameters())
+    large = min(LARGEST, max(FIRST_BUCKET, size))
+    found = time_all_reduce((4, large), device, STEPS)
+    world_size = dist.get_world_size()
+    latency = found[4][0] / (2 * (world_size - 1))
+    sent = 2 * (world_size - 1) / world_size * large
+    link = Link(latency, sent / max(1e-9, found[large][0] - found[4][0]))
+    dist.destroy_process_group()
+    # A quarter of the way up: the steps that other programs disturbed little.
+    return steps[len(steps) // 4][1], link, sorted(times)
+
+
+def curve(step: Step, link: Link) -> str:
+    """Return what DDP gains on more devices, with the same batch on each."""
+    rows: list[tuple[str, ...]] = [("devices", "step, ms", "times as fast", "efficiency")]
     for n in DEVICES:
-        cells = [f"{n:,}"]
-        for step in (model.ddp(n), model.dp(n) if n <= MOST_OF_DP else None):
-            speed = f"{n * batch_size / step:,.0f}" if step else "-"
-            cells += [speed, f"{model.step / step:.0%}" if step else "-"]
-        rows.append(cells)
+        seconds = step.ddp(n, link)
+        share = (step.other + step.backward) / seconds
+        rows.append((f"{n:,}", f"{1e3 * seconds:.2f}", f"{n * share:.2f}", f"{share:.0%}"))
     return compare.table(rows)
 
 
 def run(args: argparse.Namespace) -> int:
-    told = []
-    describe_others = trial.watch_others()
-    if args.step_ms is None:
-        images = trial.choose_dataset(args)
-        args.epochs = -(-(WARMUP_STEPS + STEPS) // max(1, images // (2 * args.batch_size)))
-        step = trial.spread([time_step("single", 1, args) for _ in range(ROUNDS)])["median"]
-        told.append(f"{args.model}, {args.threads} x {args.device}")
-    else:
-        step = args.step_ms / 1e3
-    gradients = 1e6 * (args.gradient_mb or 0.0)
-    if not gradients:
-        gradients = 4.0 * sum(p.numel() for p in models.build_model(args.model).parameters())
-    if args.latency_us is None:
-        link = measure_link(args)
-        told.append("link measured between two ranks")
-    else:
-        link = args.latency_us / 1e6, args.bandwidth * 1e9
-    model, size = Model(step, gradients, *link), args.batch_size
-    print(f"step {1e3 * step:.2f} ms for {size} images, gradients {gradients / 1e6:.2f} MB,")
-    print(f"link {1e6 * link[0]:.1f} us, {link[1] / 1e9:.2f} GB/s")
-    print(f"{', '.join([*told, time.strftime('%Y-%m-%d')])}\n\n{curve(model, size)}")
-    if args.step_ms is None:
-        print(f"\n{check(model, args)}")
-        print(describe_others(), file=sys.stderr)
+    if args.step_ms:
+        step = even_step(args.step_ms / 1e3, 1e6 * args.gradient_mb)
+        print(curve(step, Link(args.latency_us / 1e6, 1e9 * args.bandwidth)))
+        return 0
+    ranks = int(os.environ["WORLD_SIZE"])
+    step, link, times = measure(args)
+    if os.environ["RANK"] == "0" and args.json:
+        print(json.dumps({"step": step, "link": link, "measured": times[len(times) // 4]}))
+    elif os.environ["RANK"] == "0":
+        full = ", ".join(
+            f"{size / 1e6:.2f} MB at {1e3 * when:.1f} ms" for when, size in step.buckets
+        )
+        other, backward, predicted = (1e3 * t for t in (*step[:2], step.ddp(ranks, link)))
+        print(f"{args.model}, {args.batch_size} images on each of {ranks} devices")
+        print(f"alone: {other + backward:.1f} ms, of which backward {backward:.1f} ms")
+        print(f"buckets full in the backward: {full}")
+        print(f"link: {link.bandwidth / 1e9:.3f} GB/s, {1e6 * link.latency:.0f} us a message")
+        found, middle = 1e3 * times[len(times) // 4], 1e3 * median(times)
+        print(f"DDP: predicted {predicted:.1f} ms, measured {found:.1f} ms (median {middle:.1f})\n")
+        print(curve(step, link))
     return 0
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = trial.build_parser("scaling.py", __doc__)
+    add = parser.add_argument
+    add("--model", choices=list(models.MODELS), default="convnet")
+    add("--batch-size", type=config.SIZE, default=config.DEFAULT_BATCH_SIZE, help="per device")
+    add("--threads", type=config.SIZE, default=1, help="CPU threads of a device")
+    add("--device", choices=["auto", "cpu"], default="auto")
+    add("--step-ms", type=config.POSITIVE, help="a step on one device, milliseconds")
+    add("--gradient-mb", type=config.POSITIVE, help="size of the gradients")
+    add("--bandwidth", type=config.POSITIVE, help="of the link, in one direction, GB/s")
+    add("--latency-us", type=config.NON_NEGATIVE, default=10.0, help="microseconds of a message")
+    add("--json", action="store_true", help="print what was measured as JSON")
+    args = parser.parse_args(argv)
+    figures = [args.step_ms, args.gradient_mb, args.bandwidth]
+    if any(figures) and not all(figures):
+        parser.error("--step-ms, --gradient-mb and --bandwidth belong together: give all, or none")
+    if not any(figures) and int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        parser.error("it measures between two ranks or more: start it with torchrun")
+    return args
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
     python scripts/tools/sweep.py --goal 99
     python scripts/tools/sweep.py --techniques single --epochs 1,5 --batch-sizes 96,384,1536,6144
-    python scripts/tools/sweep.py --epochs 1 --chart sweep.png -- --amp bf16
 
 For each technique (DP and DDP on two devices) and each global batch it trains the lengths of
 --epochs, upwards, with each seed. With --goal it goes on to the next batch as soon as the mean
@@ -15,8 +14,9 @@ not estimate how well the model does on new images.
 
 import argparse
 import sys
+import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -38,40 +38,39 @@ Found = dict[Key, list[float]]  # accuracy, seconds in epochs, seconds of the wh
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = trial.build_measuring_parser("sweep.py", __doc__)
     add, sizes = parser.add_argument, trial.list_of(config.SIZE)
-    names = trial.list_of(str, list(TECHNIQUES))
-    add("--techniques", type=names, default=list(TECHNIQUES), help=",".join(TECHNIQUES))
+    techniques = trial.list_of(str, list(TECHNIQUES))
+    add("--techniques", type=techniques, help="default: single,dp,ddp, on one GPU single")
     add("--batch-sizes", type=sizes, default=[config.DEFAULT_BATCH_SIZE], help="global: 96,384,...")
-    lengths = ",".join(f"{epochs:g}" for epochs in EPOCHS)
-    add("--epochs", type=trial.list_of(config.POSITIVE), default=EPOCHS, help=lengths)
+    add("--epochs", type=trial.list_of(config.POSITIVE), default=EPOCHS, help="0.25,0.3,...5")
     add("--seeds", type=trial.list_of(config.COUNT), default=[0, 1, 2], help="0,1,2")
-    percent = config.number(float, high=100)
-    add("--goal", type=percent, help="mean accuracy of the seeds, per cent")
-    add("--chart", type=Path, metavar="FILE", help="draw accuracy against batch (.png, .svg)")
+    add("--goal", type=config.number(float, high=100), help="mean accuracy of the seeds, per cent")
     args = trial.parse_args(parser, argv, "--batch-size --epochs --seed")
     args.epochs = sorted(set(args.epochs))
+    # Replicas and ranks can share a core, but not a GPU.
+    most = 2 if args.device == "cpu" else args.available
+    possible = [name for name, devices in TECHNIQUES.items() if devices <= most]
+    args.techniques = args.techniques or possible
+    if missing := [name for name in args.techniques if name not in possible]:
+        parser.error(f"--techniques {missing[0]} needs two GPUs, and there is one: try single")
     odd = [size for size in args.batch_sizes if size % 2]
     if odd and args.techniques != ["single"]:
         parser.error(f"--batch-sizes {odd[0]} is odd: two devices have to share it")
     return args
 
 
-def build_command(key: Key, args: argparse.Namespace) -> list[list[Any]]:
+def train(key: Key, args: argparse.Namespace) -> list[float]:
+    """Return the result of one run. A run that diverged took no time."""
     technique, batch_size, epochs, seed = key
     devices = TECHNIQUES[technique]
     flags = {"--batch-size": batch_size // devices, "--epochs": f"{epochs:g}", "--seed": seed}
-    return trial.build_commands(technique, devices, args, flags)
-
-
-def train(key: Key, args: argparse.Namespace) -> list[float]:
-    """Return the result of one run. A run that diverged took no time."""
+    commands, begin = trial.build_commands(technique, devices, args, flags), time.monotonic()
     try:
-        outcome = trial.train(build_command(key, args), args.time_limit)
+        [summary] = trial.train(commands, args.time_limit)
     except trial.TrialError as error:
         if "the loss is nan" in str(error) or "not finite" in str(error):
             return [GUESSING, 0.0, 0.0]
         raise
-    summary = outcome.summary
-    return [summary["test_accuracy"], summary["train_seconds"], outcome.seconds]
+    return [summary["test_accuracy"], summary["train_seconds"], time.monotonic() - begin]
 
 
 def sweep(args: argparse.Namespace, found: Found) -> None:
@@ -90,7 +89,7 @@ def sweep(args: argparse.Namespace, found: Found) -> None:
                     break
 
 
-def mean(values: Any) -> float:
+def mean(values: Iterable[float]) -> float:
     numbers = list(values)
     # The sum of shares of 10,000 images is not exact, but 99.00 % has to be 99 %.
     return round(sum(numbers) / len(numbers), 8)
@@ -114,45 +113,18 @@ def table(found: Found, goal: float | None) -> str:
     return compare.table(rows)
 
 
-def draw(found: Found, path: Path) -> None:
-    """Draw the mean error against the global batch, a line for each technique and length."""
-    figure = trial.new_figure(7, 4)
-    axis = figure.subplots()
-    for technique, epochs in dict.fromkeys((key[0], key[2]) for key in found):
-        sizes = sorted({key[1] for key in found if (key[0], key[2]) == (technique, epochs)})
-        errors = [
-            100 * (1 - mean(v[0] for k, v in found.items() if k[:3] == (technique, size, epochs)))
-            for size in sizes
-        ]
-        name = f"{technique}, {epochs:g} epoch{'s' if epochs != 1 else ''}"
-        axis.plot(sizes, errors, marker="o", label=name)
-    axis.set(xscale="log", yscale="log", xlabel="global batch, images", ylabel="test error, %")
-    ticks = sorted({key[1] for key in found})
-    axis.set_xticks(ticks, [f"{size:,}" for size in ticks])
-    axis.legend()
-    trial.save_figure(figure, path)
-
-
 def run(args: argparse.Namespace) -> int:
-    if args.chart:
-        trial.new_figure(1, 1)  # raises before minutes of training
     trial.choose_dataset(args)
     found: Found = {}
     describe_others, status = trial.watch_others(), 0
     try:
-        sweep(args, found)
-    except KeyboardInterrupt:
-        status = 130
-        print("sweep.py: interrupted: these are the runs that were complete", file=sys.stderr)
+        status = 130 if trial.is_interrupted(sweep, args, found) else 0
     except trial.TrialError as error:
         status = error.exit_status
         print(f"sweep.py: error: {error}; these are the runs before it", file=sys.stderr)
     if found:
         print(f"{trial.describe_table(args)}\n{table(found, args.goal)}")
         print(describe_others(), file=sys.stderr)
-    if args.chart and found:
-        draw(found, args.chart)
-        print(f"chart in {args.chart}")
     return status
 
 

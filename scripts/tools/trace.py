@@ -1,21 +1,18 @@
 """Show where the time of a step went, from the traces that --profile left in a run directory.
 
     python scripts/tools/trace.py runs/ddp-20260101-120000
-    python scripts/tools/trace.py --draw steps.svg runs/profiled/{single,dp,ddp}
 
 The tool prints the share of each phase in the profiled steps of rank 0, and writes the shares to
-profile.json in the run directory. With --draw it draws one step of each run, one above the other
-to one scale (.svg or .png).
+profile.json in the run directory.
 """
 
 import argparse
 import gzip
 import json
-import statistics
 import sys
 from bisect import bisect_right
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -50,17 +47,8 @@ UNNAMED = {("data", "forward"), ("forward", "backward")}  # the first has the ti
 COLLECTIVES = ("c10d::", "gloo:", "nccl:")
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
-COLOURS = {
-    "data": "#bab0ac",
-    "forward": "#4e79a7",
-    "backward": "#f28e2b",
-    "optimizer": "#59a14f",
-    "communication": "#e15759",
-    "waiting": "#f7c6c7",
-}
 Event = dict[str, Any]  # of a Chrome trace; times are microseconds
 Spans = list[tuple[float, float]]  # begin and end; sorted and disjoint after ``union``
-Lanes = dict[str, dict[str, Spans]]  # by their names, each with spans by colour
 
 
 @dataclass
@@ -73,8 +61,6 @@ class Trace:
         phases: when the main thread was in which phase. Its gaps are in no phase.
         busy: when something was computed for a phase.
         parts: when data moved between devices or ranks, by the part of the step.
-        replicas: when each thread of DP's replicas ran an operation.
-        base: when the clock began, nanoseconds since 1970. Ranks of one host share it.
     """
 
     steps: Spans
@@ -82,8 +68,6 @@ class Trace:
     phases: dict[str, Spans]
     busy: dict[str, Spans]
     parts: dict[str, Spans]
-    replicas: dict[Any, Spans] = field(default_factory=dict)
-    base: int = 0
 
     @property
     def exposed(self) -> Spans:
@@ -209,17 +193,7 @@ def sort_events(events: list[Event], device_index: int = 0) -> Trace:
     kernels = [e for e in on_device if e["args"].get("device", 0) == device_index]
     if kernels:
         return Trace(steps, "device", phases, *_sort_kernels(kernels, on_host, phases))
-    trace = Trace(steps, "main thread", phases, *_sort_operations(on_main, events, phases))
-    # While DP's forward only waits for its replicas, the other threads are those of the replicas.
-    forwards = union([span_of(e) for e in on_main if e["name"] == "DataParallel.forward"])
-    applying = subtract(forwards, joined(trace.parts))
-    replicas: dict[Any, Spans] = defaultdict(list)
-    for event in events:
-        if event.get("cat") == "cpu_op" and event["tid"] != main:
-            replicas[event["tid"]].append(span_of(event))
-    running = {thread: intersect(union(spans), applying) for thread, spans in replicas.items()}
-    trace.replicas = {thread: spans for thread, spans in running.items() if spans}
-    return trace
+    return Trace(steps, "main thread", phases, *_sort_operations(on_main, events, phases))
 
 
 def _part(name: str) -> str | None:
@@ -318,9 +292,7 @@ def read_trace(path: Path) -> Trace:
         with gzip.open(path, "rt") as file:
             content = json.load(file)
         device = str(content.get("device", "cpu"))
-        trace = sort_events(content["traceEvents"], int(device.partition(":")[2] or 0))
-        trace.base = int(content.get("baseTimeNanoseconds", 0))
-        return trace
+        return sort_events(content["traceEvents"], int(device.partition(":")[2] or 0))
     except FileNotFoundError:
         raise UsageError(f"{path} does not exist: train with --profile") from None
     except UsageError as error:
@@ -338,75 +310,11 @@ def describe(result: dict[str, Any]) -> str:
         hidden = result["communication_total"] - result["shares"]["communication"]
         if hidden >= 0.0005:
             notes["communication"] += f"; hidden {hidden:.1%} more"
-    lines = [
-        f"profile of {result['steps']} steps, {result['step_seconds'] * 1e3:.2f} ms each, on the"
-        f" {result['timeline']}:"
-    ]
+    milliseconds, clock = 1e3 * result["step_seconds"], result["timeline"]
+    lines = [f"profile of {result['steps']} steps, {milliseconds:.2f} ms each, on the {clock}:"]
     for name, share in result["shares"].items():
         lines.append(f"  {name:<13} {share:>6.1%}  {notes.get(name, '')}".rstrip())
     return "\n".join(lines)
-
-
-def lanes_of(traces: list[Trace]) -> tuple[Lanes, float]:
-    """Return the lanes of a run's step of middle length, and that length, in microseconds.
-
-    Times begin with the step of the rank that began it first.
-    """
-    lengths = [end - begin for begin, end in traces[0].steps]
-    number = lengths.index(statistics.median_low(lengths))
-    traces = [trace for trace in traces if number < len(trace.steps)]
-    zero = min(trace.base / 1e3 + trace.steps[number][0] for trace in traces)
-    lanes: Lanes = {}
-    for rank, trace in enumerate(traces):
-        name = f"rank {rank}" if len(traces) > 1 else trace.clock
-        shift = trace.base / 1e3 - zero
-        for lane, boxes in _lanes_of_rank(name, trace, [trace.steps[number]]).items():
-            lanes[lane] = {
-                colour: [(begin + shift, end + shift) for begin, end in spans]
-                for colour, spans in boxes.items()
-            }
-    return lanes, lengths[number]
-
-
-def _lanes_of_rank(name: str, trace: Trace, window: Spans) -> Lanes:
-    inside = [intersect(spans, window) for spans in trace.replicas.values()]
-    replicas = sorted((spans[0][0], spans[-1][1]) for spans in inside if spans)
-    parts = {part: intersect(union(spans), window) for part, spans in trace.parts.items()}
-    reductions = {part: parts.pop(part) for part in ("in_backward", "elsewhere") if part in parts}
-    waiting = subtract(intersect(trace.exposed, window), joined(parts))
-    elsewhere = union([*replicas, *joined(parts), *waiting])
-    named = trace.busy if trace.clock == "device" else trace.phases
-    own = {phase: subtract(intersect(spans, window), elsewhere) for phase, spans in named.items()}
-    lanes: Lanes = {name: own | {"communication": joined(parts), "waiting": waiting}}
-    for number, span in enumerate(replicas):
-        lanes[f"replica {number}"] = {"forward": [span]}
-    if reductions:
-        lanes[f"{name}: all-reduce"] = {"communication": joined(reductions)}
-    return lanes
-
-
-def draw(run_dirs: list[Path], path: Path) -> None:
-    """Draw one step of each run into a file."""
-    panels = []
-    for run_dir in run_dirs:
-        paths = [*(run_dir / "profile").glob("rank*.json.gz")]
-        paths.sort(key=lambda path: (len(path.name), path))  # by rank
-        panels.append(lanes_of([*map(read_trace, paths)]))
-    figure = trial.new_figure(9, sum(0.8 + 0.3 * len(lanes) for lanes, _ in panels))
-    heights = [2 + len(lanes) for lanes, _ in panels]
-    axes = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    for axis, run_dir, (lanes, microseconds) in zip(axes, run_dirs, panels, strict=True):
-        axis.set_title(f"{run_dir}: {microseconds / 1e3:.1f} ms", fontsize=10, loc="left")
-        for row, boxes in enumerate(lanes.values()):
-            for colour, spans in boxes.items():
-                bars = [(begin / 1e3, (end - begin) / 1e3) for begin, end in spans]
-                axis.broken_barh(bars, (row - 0.4, 0.8), color=COLOURS[colour])
-        axis.set_yticks(range(len(lanes)), list(lanes), fontsize=8)
-        axis.invert_yaxis()
-    axes[-1].set_xlabel("ms")
-    handles = [axes[0].barh(0, 0, color=colour) for colour in COLOURS.values()]
-    figure.legend(handles, list(COLOURS), ncols=len(COLOURS), fontsize=8, loc="outside upper left")
-    trial.save_figure(figure, path)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -415,16 +323,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"{run_dir}: {describe(result)}")
         print(f"  traces for ui.perfetto.dev: {run_dir / 'profile'}")
         write_json(run_dir / "profile.json", result)
-    if args.draw:
-        draw(args.run_dirs, args.draw)
-        print(f"one step of each is drawn in {args.draw}")
     return 0
 
 
 def main() -> int:
     parser = trial.build_parser("trace.py", __doc__)
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw one step of each run")
     return trial.start(run, parser.parse_args())
 
 

@@ -1,6 +1,4 @@
-"""What the measuring tools share: the commands of the training scripts, runs within a time limit,
-tables, charts, and a description of the machine. Not a command of its own.
-"""
+"""What the tools share: runs of the training scripts within a time limit, charts, the machine."""
 
 import argparse
 import json
@@ -12,10 +10,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -35,25 +33,13 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER
 SCRIPTS = {
     **{name: f"train_{name}.py" for name in ("single", "dp", "ddp")},
     "limit": "train_single.py",  # one run on each device
-    "bare": "scripts/tools/bare.py",
 }
 # Flags that every measuring tool sets itself.
 OWN = ("--dataset", "--data-dir", "--device", "--devices", "--replicas", "--nprocs", "--run-dir")
-CHART_HINT = "no chart: pip install matplotlib (requirements-dev.txt has the version)"
-Item = TypeVar("Item")
 
 
 class TrialError(UserError):
     """A command failed or took too long. The message is one line."""
-
-
-class Outcome(NamedTuple):
-    """The result of runs at the same time: the first summary, the sum of images/s, peak bytes."""
-
-    summary: dict[str, Any]
-    speed: float
-    memory: list[int]
-    seconds: float
 
 
 def list_of(kind: Any, among: Sequence[Any] | None = None) -> Any:
@@ -144,47 +130,6 @@ def build_commands(
     return [[*script, *(word for item in flags.items() for word in item)] for flags in several]
 
 
-def run(*commands: Sequence[Any], limit: float) -> list[str]:
-    """Run commands at the same time, and return what each printed on stdout.
-
-    All commands are ended if one fails, after ``limit`` seconds, and on Ctrl-C.
-    """
-    environ = {name: v for name, v in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    deadline = time.monotonic() + limit
-    with ExitStack() as stack:
-        started = []
-        for command in commands:
-            output, errors = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
-            process = subprocess.Popen(
-                [str(part) for part in command],
-                cwd=ROOT,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=errors,
-                start_new_session=True,  # only this process gets Ctrl-C, and it ends the others
-            )
-            stack.callback(_end, process)
-            started.append((process, output, errors))
-        while any(process.poll() is None for process, _, _ in started):
-            if any(process.returncode for process, _, _ in started):
-                break
-            if time.monotonic() > deadline:
-                raise TrialError(f"still running after {limit:.0f} s")
-            time.sleep(0.05)
-        told = []
-        for process, output, errors in started:
-            output.seek(0)
-            errors.seek(0)
-            told.append(output.read())
-            if process.returncode:
-                lines = ["no word", *errors.read().split("\n")]
-                # Our own messages say "error:". A launcher's report comes after them.
-                lines = [line for line in lines if ": error: " in line] or lines[-2:]
-                raise TrialError(f"exit status {process.returncode}: {lines[0].strip()}")
-        return told
-
-
 def _end(process: "subprocess.Popen[bytes]") -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
@@ -194,25 +139,52 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
                 process.wait(GRACE_SECONDS)
 
 
-def train(commands: Sequence[Sequence[Any]], limit: float) -> Outcome:
-    """Train at the same time, each in a temporary run directory, or raise a ``TrialError``."""
-    with tempfile.TemporaryDirectory(prefix="mnist-trial-") as folder:
-        run_dirs = [Path(folder, str(number)) for number in range(len(commands))]
-        begin = time.monotonic()
-        pairs = zip(commands, run_dirs, strict=True)
-        run(*([*command, "--run-dir", run_dir] for command, run_dir in pairs), limit=limit)
-        seconds = time.monotonic() - begin
-        found = [json.loads((run_dir / "summary.json").read_text()) for run_dir in run_dirs]
-        speed = sum(summary["train_images_per_second"] or 0.0 for summary in found)
-        memory = [size for summary in found for size in summary["peak_memory_bytes"]]
-        return Outcome(found[0], speed, memory, seconds)
+def train(commands: Sequence[Sequence[Any]], limit: float) -> list[dict[str, Any]]:
+    """Train at the same time, and return the summaries, or raise a ``TrialError``.
+
+    All commands are ended if one fails, after ``limit`` seconds, and on Ctrl-C.
+    """
+    environ = {name: v for name, v in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    deadline = time.monotonic() + limit
+    with tempfile.TemporaryDirectory(prefix="mnist-trial-") as folder, ExitStack() as stack:
+        started = []
+        for number, command in enumerate(commands):
+            errors = stack.enter_context(tempfile.TemporaryFile("w+"))
+            process = subprocess.Popen(
+                [*map(str, command), "--run-dir", f"{folder}/{number}"],
+                cwd=ROOT,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,  # only this process gets Ctrl-C, and it ends the others
+            )
+            stack.callback(_end, process)
+            started.append((process, errors))
+        while any(process.poll() is None for process, _ in started):
+            if any(process.returncode for process, _ in started):
+                break
+            if time.monotonic() > deadline:
+                raise TrialError(f"still running after {limit:.0f} s")
+            time.sleep(0.05)
+        for process, errors in started:
+            if process.returncode:
+                errors.seek(0)
+                lines = ["no word", *errors.read().split("\n")]
+                # Our own messages say "error:". A launcher's report comes after them.
+                lines = [line for line in lines if ": error: " in line] or lines[-2:]
+                raise TrialError(f"exit status {process.returncode}: {lines[0].strip()}")
+        return [json.loads(path.read_text()) for path in Path(folder).glob("*/summary.json")]
 
 
-def in_turns(items: Sequence[Item], rounds: int) -> Iterator[tuple[int, Item]]:
-    """Yield every item once a round, in turns backwards, so that a drift favours none."""
-    for number in range(rounds):
-        for item in items if number % 2 == 0 else reversed(items):
-            yield number, item
+def is_interrupted(measure: Callable[..., None], *args: Any) -> bool:
+    """Call ``measure``, and return whether Ctrl-C or SIGTERM ended it."""
+    try:
+        measure(*args)
+    except KeyboardInterrupt:
+        print("interrupted: these are the runs that were complete", file=sys.stderr)
+        return True
+    return False
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -226,7 +198,7 @@ def new_figure(width: float, height: float) -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise UserError(CHART_HINT) from None
+        raise UserError("no chart: pip install matplotlib") from None
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
