@@ -1,24 +1,161 @@
-"""Run a minimal script in another way.
+"""Run a script of this project, in which something is as ALTER says.
 
-    TEST_EXACT=0 python tests/altered.py scripts/minimal/single.py --dataset synthetic
+    ALTER=SIGSTOP ALTER_RANK=1 ALTER_AT=7 torchrun ... tests/altered.py train_ddp.py --max-steps 9
 
-TEST_EXACT: a network without batch normalisation, in float64, and the images in
-``DistributedSampler``'s order; the value is the number of the first epoch. TEST_FAILS: the rank
-whose model raises.
+SIGKILL and other signals, raise, leave, nan, late: what goes wrong in the rank ALTER_RANK, or 0,
+at ALTER_AT: after so many steps, or before ``start``, ``data`` (is loaded), ``group`` (is made),
+``loss`` (is computed), ``evaluate`` or ``results`` (are written). A signal comes ALTER_DELAY
+seconds later. ALTER_FLAG is a file that is made at that moment; with ALTER_ONCE nothing goes wrong
+where the file is. The rank ALTER_BUSY computes for six seconds then.
+
+watched: under pretended GPUs each rank prints how often it waited for one between two steps, as in
+20:45, and which of them it has opened.
+
+frozen, buffer, code, batches: the rank has another model, or other data. empty: no other rank than
+rank 0 finds a checkpoint. clock: a step takes a second, the first one a hundred. float64, float32:
+weights are of that type, and each rank prints their checksum, its last seed and the outputs' type.
+exact: a minimal script without batch normalisation, in float64, and with the images in the order of
+``DistributedSampler``. TASKS: data, a network and a task of a user's own, as the README has a user
+edit the project.
 """
 
+import ctypes
+import importlib
 import os
 import runpy
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
-
-import torch
-from torch.utils.data import DistributedSampler, dataloader
+from types import SimpleNamespace
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.optim import swa_utils  # noqa: E402
+from torch.utils.data import DistributedSampler, dataloader  # noqa: E402
+
+import data  # noqa: E402
 import models  # noqa: E402
+from utils import checkpoint, evaluation, optim, run, throughput  # noqa: E402
+from utils.datasets.sources import SOURCES, Source  # noqa: E402
+
+HOW, AT = os.environ.get("ALTER", ""), os.environ.get("ALTER_AT", "")
+# How many classes; 0 is a regression of two numbers. folder is a folder of images, the --data-dir.
+# In depth each training step uses other layers of the network, in uneven each rank does, in
+# overflow a gradient of rank 1 becomes infinite. In queue the forward uses a buffer that it
+# changes. State has more to save than weights.
+TASKS = {"colour100": 100, "folder": 4, "grey20": 20, "regression": 0}
+TASKS |= dict.fromkeys(("depth", "uneven", "overflow", "queue", "state"), 10)
+steps, dtype, waits = 0, None, []
+
+
+# What goes wrong
+
+
+def is_chosen(variable="ALTER_RANK"):
+    """Return whether this is the rank; asked once the ranks have met, and RANK is set."""
+    return os.environ.get("RANK", "0") == os.environ.get(variable, "0")
+
+
+def go_wrong(when):
+    if when != AT:
+        return
+    if "ALTER_BUSY" in os.environ and is_chosen("ALTER_BUSY"):
+        time.sleep(6)
+    if not is_chosen():
+        return
+    if when == "data":
+        time.sleep(1.0)  # others may still ask rank 0's store whether all are there
+    if "ALTER_FLAG" in os.environ:
+        flag = Path(os.environ["ALTER_FLAG"])
+        if "ALTER_ONCE" in os.environ and flag.exists():
+            return
+        flag.write_text(str(os.getpid()))
+    if HOW == "late":
+        time.sleep(3.0)
+    if HOW == "raise":
+        raise ArithmeticError("wrong on purpose")
+    if HOW == "leave":
+        os._exit(0)
+    if HOW == "nan":
+        nn.functional.cross_entropy = lambda *a, **k: cross_entropy(*a, **k) * float("nan")
+    if HOW.startswith("SIG"):
+        number, seconds = getattr(signal, HOW), float(os.environ.get("ALTER_DELAY", 0))
+        if not seconds:
+            return os.kill(os.getpid(), number)
+        threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
+
+
+def after_step(self):
+    global steps
+    steps += 1
+    for average in self.extra.values():
+        average.update_parameters(self.model)
+    go_wrong(str(steps))
+    end_step(self)
+    if HOW == "watched" and str(steps) in AT.split(":"):
+        gpus = ctypes.CDLL(None)  # the pretended ones: LD_PRELOAD has loaded them
+        waits.append(sum(gpus.pretend_count(kind) for kind in range(4)))  # the four ways to wait
+        if len(waits) == 2:
+            opened = [number for number in range(2) if gpus.pretend_context(number)]
+            tell(f"rank {self.rank} waited {waits[1] - waits[0]} times, on GPUs {opened}")
+
+
+def tell(text):
+    os.write(1, f"{text}\n".encode())  # one write, so that the lines of several ranks do not mix
+
+
+def before(when, function):
+    """Return ``function``, before each call of which something may go wrong."""
+
+    def call(*args, **kwargs):
+        go_wrong(when)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def build_other(name):
+    model = build_model(name)
+    if is_chosen() and HOW == "frozen":
+        next(model.parameters()).requires_grad = False
+    if is_chosen() and HOW == "buffer":
+        model.register_buffer("queue", torch.zeros(3))
+    if is_chosen() and HOW == "code":
+        model.__class__ = OtherConvNet
+    return model
+
+
+def load_other(*args):
+    go_wrong("data")
+    train, test = load_own(args[1]) if HOW in TASKS else load_dataset(*args)
+    if is_chosen() and HOW == "batches":
+        train = data.ImageSet(train.images[:-500], train.labels[:-500])
+    return train, test
+
+
+class OtherConvNet(models.ConvNet):
+    """One line of its source differs."""
+
+
+def note_dtype(outputs, *more):
+    global dtype
+    dtype = outputs.dtype
+    return loss_and_counts(outputs, *more)
+
+
+def show_and_leave(self, *error):
+    facts = f"{run.weights_sha256(self.model)} {torch.initial_seed()} {dtype}"
+    tell(f"rank {self.rank} holds {facts}")
+    return leave(self, *error)
+
+
+def read_newest(self):
+    return read_own(self) if os.environ["RANK"] == "0" else None
 
 
 class InDistributedOrder(DistributedSampler):
@@ -26,7 +163,6 @@ class InDistributedOrder(DistributedSampler):
 
     def __init__(self, dataset, generator=None):
         super().__init__(dataset, num_replicas=1, rank=0)
-        self.epoch = int(os.environ["TEST_EXACT"])
 
     def __iter__(self):
         order = super().__iter__()
@@ -34,19 +170,161 @@ class InDistributedOrder(DistributedSampler):
         return order
 
 
-class Failing(models.ConvNet):
-    def forward(self, images):
-        if os.environ["RANK"] == os.environ["TEST_FAILS"]:
-            raise RuntimeError("this rank fails")
-        return super().forward(images)
+# What a user brings
 
+
+def load_own(data_dir):
+    """Make images with a bright spot, whose place is the label."""
+    if HOW == "folder":
+        from torchvision import datasets, transforms
+
+        flip = [transforms.RandomVerticalFlip(), transforms.ToTensor()]
+        transform = {"train": transforms.Compose(flip), "test": flip[1]}
+        return [datasets.ImageFolder(f"{data_dir}/{part}", transform[part]) for part in transform]
+    generator = torch.Generator().manual_seed(0)
+    shape = (3, 32, 32) if HOW == "colour100" else (28, 28)
+    images = torch.randint(60, (3000, *shape), generator=generator, dtype=torch.uint8)
+    columns, rows = torch.randint(10, (2, 3000), generator=generator)
+    if TASKS[HOW]:
+        labels = torch.randint(TASKS[HOW], (3000,), generator=generator)
+        columns, rows = labels % 10, labels // 10
+    for image, column, row in zip(images, columns.tolist(), rows.tolist(), strict=True):
+        image[..., 2 * row + 3 : 2 * row + 6, 2 * column + 3 : 2 * column + 6] = 255
+    if not TASKS[HOW]:
+        labels = torch.stack([columns, rows], 1) / 10
+    return data.ImageSet(images[:2400], labels[:2400]), data.ImageSet(images[2400:], labels[2400:])
+
+
+class Depth(nn.Module):
+    """Leaves out one of its two layers in each training step."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Linear(784, 32), nn.Linear(32, 10)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        self.steps = 0
+
+    def forward(self, images):
+        x = self.stem(images.flatten(1)).relu()
+        for number, layer in enumerate(self.layers):
+            # The same on every rank: who draws here would have ranks with different graphs.
+            is_on = self.steps % 2 == number
+            if HOW == "uneven":
+                is_on = number == 0 or self.steps < 2 or os.environ["RANK"] == "0"
+            if not self.training or is_on or HOW == "overflow":
+                x = x + layer(x).relu()
+        if (HOW, self.steps, os.environ["RANK"]) == ("overflow", 2, "1"):
+            x.register_hook(lambda grad: grad + float("inf"))
+        self.steps += self.training
+        return self.head(x)
+
+
+class Queue(nn.Linear):
+    """Subtracts what it remembers of its earlier inputs."""
+
+    def __init__(self):
+        super().__init__(784, 10)
+        self.register_buffer("queue", torch.zeros(784))
+
+    def forward(self, images):
+        x = images.flatten(1)
+        if self.training:
+            self.queue = (self.queue + x.detach().mean(0)) / 2
+        return super().forward(x - self.queue)
+
+
+class State(nn.Linear):
+    """Has a buffer that is infinite on purpose, as a causal mask is, and state beside tensors."""
+
+    def __init__(self):
+        super().__init__(784, 10)
+        self.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
+        self.own = {"forwards": 0, "best": float("inf"), "last": [torch.zeros(10)]}
+
+    def forward(self, images):
+        outputs = super().forward(images.flatten(1))
+        if self.training:
+            self.own["forwards"] += 1
+            self.own["last"] = [outputs.detach().mean(0)]
+        return outputs
+
+    def get_extra_state(self):
+        return self.own
+
+    def set_extra_state(self, state):
+        self.own = state
+
+
+def two_groups(model, lr, momentum, weight_decay):
+    decayed = {"params": [model.weight], "weight_decay": weight_decay}
+    return torch.optim.AdamW([{"params": [model.bias], "lr": lr / 2}, decayed], lr / 10)
+
+
+def with_average(self, *args, **kwargs):
+    make_run(self, *args, **kwargs)
+    self.extra = {
+        "ema": swa_utils.AveragedModel(self.model, avg_fn=lambda a, b, n: 0.9 * a + b / 10)
+    }
+
+
+def build_own():
+    if HOW == "state":
+        return State()
+    if HOW == "queue":
+        return Queue()
+    if HOW in ("depth", "uneven", "overflow"):
+        return Depth()
+    if HOW == "colour100":
+        first = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        return nn.Sequential(
+            first, nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(2048, 100)
+        )
+    inputs = 3 * 16 * 16 if HOW == "folder" else 28 * 28
+    return nn.Sequential(nn.Flatten(), nn.Linear(inputs, TASKS[HOW] or 2))
+
+
+def regression(outputs, targets, label_smoothing=0.0):
+    targets = targets.to(outputs.device)
+    error = (outputs.detach() - targets).abs().mean(1)
+    return nn.functional.mse_loss(outputs, targets), {"count": len(targets), "error": error}
+
+
+# Below, and not in an ``if``: a rank that ``spawn`` starts imports this file.
+cross_entropy, end_step, leave = nn.functional.cross_entropy, run.Run.end_step, run.Run.__exit__
+build_model, load_dataset = models.build_model, data.load_dataset
+loss_and_counts, read_own = models.loss_and_counts, checkpoint.Checkpointer._read_newest
+models.build_model, data.load_dataset = build_other, load_other
+run.Run.end_step = after_step
+nn.functional.cross_entropy = before("loss", cross_entropy)
+torch.distributed.init_process_group = before("group", torch.distributed.init_process_group)
+evaluation.evaluate = before("evaluate", evaluation.evaluate)
+run.weights_sha256 = before("results", run.weights_sha256)
+if HOW in ("float64", "float32"):
+    run.Run.__exit__, models.loss_and_counts = show_and_leave, note_dtype
+if HOW == "empty":
+    checkpoint.Checkpointer._read_newest = read_newest
+if HOW == "clock":
+    clock = {"perf_counter": lambda: steps + 99.0 * (steps > 0)}
+    throughput.time = SimpleNamespace(**vars(time) | clock)
+if HOW in ("float64", "exact"):
+    torch.set_default_dtype(torch.float64)
+if HOW == "exact":
+    models.MODELS["convnet"] = models.mlp
+    dataloader.RandomSampler = InDistributedOrder
+if HOW in TASKS:
+    mean, std = ((0.13,) * 3, (0.11,) * 3) if HOW == "colour100" else (0.13, 0.13)
+    SOURCES["mine"] = Source("Mine", mean, std)
+    models.MODELS["mine"] = build_own
+if HOW == "state":
+    optim.build_optimizer = two_groups
+    make_run, run.Run.__init__ = run.Run.__init__, with_average
+if HOW == "regression":
+    models.loss_and_counts = regression
 
 if __name__ == "__main__":
-    if "TEST_EXACT" in os.environ:
-        torch.set_default_dtype(torch.float64)
-        models.MODELS["convnet"] = models.mlp
-        dataloader.RandomSampler = InDistributedOrder
-    if "TEST_FAILS" in os.environ:
-        models.MODELS["convnet"] = Failing
     sys.argv = sys.argv[1:]
-    runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")
+    go_wrong("start")
+    if "/" in sys.argv[0]:
+        runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")
+    else:
+        sys.exit(importlib.import_module(sys.argv[0].removesuffix(".py")).main())

@@ -2,13 +2,16 @@
 
 import re
 from collections import namedtuple
+from itertools import pairwise
+from urllib.parse import unquote
+
+from markdown_it import MarkdownIt
 
 from tests.processes import ROOT
 
 CHINESE = ".zh-CN.md"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 ENGLISH = [path for path in DOCUMENTS if not path.name.endswith(CHINESE)]
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 VARIABLE = r"[A-Z_0-9]+=(?:\"[^\"]*\"|\S*)"
 # What makes an inline code span a command: what runs, and what it runs.
 RUNS = re.compile(rf"(?:{VARIABLE} )*(?:\S*/)?(?:python|torchrun|srun|sbatch|mpirun) ")
@@ -17,6 +20,7 @@ RUNS = re.compile(rf"(?:{VARIABLE} )*(?:\S*/)?(?:python|torchrun|srun|sbatch|mpi
 Block = namedtuple("Block", "language text")  # a fenced code block
 # What stands under a heading, up to the next one of any level; the code blocks taken out.
 Section = namedtuple("Section", "level title text")
+MARKDOWN = MarkdownIt("commonmark").enable("table")
 
 
 def translation(path):
@@ -27,20 +31,32 @@ def name_of(path):
     return str(path.relative_to(ROOT))
 
 
+def fences(text):
+    return [token for token in MARKDOWN.parse(text) if token.type == "fence"]
+
+
 def blocks(path):
-    return [Block(*found) for found in FENCE.findall(path.read_text(encoding="utf-8"))]
+    return [Block(token.info, token.content) for token in fences(path.read_text(encoding="utf-8"))]
 
 
 def prose(path):
     """Return a document without its code blocks."""
-    return FENCE.sub("", path.read_text(encoding="utf-8"))
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    for token in reversed(fences("".join(lines))):
+        del lines[slice(*token.map)]
+    return "".join(lines)
 
 
 def sections(path):
-    parts = re.split(r"^(#+) (.*)$", prose(path), flags=re.MULTILINE)[1:]
+    text = prose(path)
+    lines, tokens = text.splitlines(keepends=True), MARKDOWN.parse(text)
+    heads = [i for i, token in enumerate(tokens) if token.type == "heading_open"]
+    ends = [*(tokens[i].map[0] for i in heads[1:]), len(lines)]
     return [
-        Section(len(marks), title, text)
-        for marks, title, text in zip(parts[::3], parts[1::3], parts[2::3], strict=True)
+        Section(
+            len(tokens[i].markup), tokens[i + 1].content, "".join(lines[tokens[i].map[1] : end])
+        )
+        for i, end in zip(heads, ends, strict=True)
     ]
 
 
@@ -58,20 +74,31 @@ def anchors(path):
     return set(found)
 
 
+def inline(text, kind):
+    """Return the parts of one kind, of those that a line of text is made of."""
+    children = (child for token in MARKDOWN.parse(text) for child in token.children or ())
+    return [child for child in children if child.type == kind]
+
+
 def links(text):
-    return re.findall(r"\]\(([^)\s]+)\)", text)
+    found = [link.attrs["href"] for link in inline(text, "link_open")]
+    return [unquote(href) for href in found + [i.attrs["src"] for i in inline(text, "image")]]
 
 
 def spans(text):
     """Return the inline code of a text."""
-    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]
+    return [code.content.strip() for code in inline(text, "code_inline")]
 
 
 def rows(text):
-    """Return the cells of each table row; a table's ruler is left out."""
-    lines = [line.strip() for line in text.splitlines() if line.startswith("|")]
-    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
-    return [row for row in cells if not re.fullmatch(r"[-|: ]+", "".join(row))]
+    """Return the cells of each table row."""
+    found = []
+    for token, content in pairwise(MARKDOWN.parse(text)):
+        if token.type == "tr_open":
+            found.append([])
+        elif token.type in ("th_open", "td_open"):
+            found[-1].append(content.content)
+    return found
 
 
 def without_comments(block):
@@ -108,5 +135,6 @@ def inline_commands(text):
 def docstring_commands(path):
     """Return the commands in the docstring at the head of a script."""
     docstring = path.read_text(encoding="utf-8").partition('"""')[2].partition('"""')[0]
+    docstring = re.sub(r"\\\n\s*", "", docstring)  # a command on two lines
     lines = (re.sub(r"\s+# .*$", "", line).strip() for line in docstring.splitlines())
     return [line for line in lines if re.match(r"(python|torchrun|\./scripts/|scripts/)\b", line)]

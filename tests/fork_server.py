@@ -211,6 +211,7 @@ def run_as_main(command):
 
 def end(status):
     """End as the interpreter does, but for taking all of torch to pieces, which lasts a second."""
+    is_interrupted = status == -signal.SIGINT
     if isinstance(status, str):
         status = print(status, file=sys.stderr) or 1
     threading._shutdown()
@@ -219,6 +220,9 @@ def end(status):
     gc.collect()  # all that is older than the program is frozen
     with contextlib.suppress(OSError, ValueError):  # full, or closed
         sys.stdout.flush()
+    if is_interrupted:  # the interpreter ends by the signal
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit((status or 0) & 0xFF)
 
 
@@ -236,13 +240,11 @@ def main():
     try:
         run_as_main(command)
         status = 0
-    except KeyboardInterrupt:  # the interpreter ends by the signal
-        raise
     except SystemExit as request_to_end:
         status = request_to_end.code
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
-        status = 1
+        status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     end(status)
 
 

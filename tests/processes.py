@@ -19,6 +19,7 @@ from pathlib import Path
 from tests import fork_server
 
 ROOT = Path(__file__).parent.parent
+ALTERED = ROOT / "tests" / "altered.py"
 # How a process of ours is known, whatever started it; inherited by all that it starts.
 MARK = f"MNIST_TEST_SESSION={os.getpid()}"
 SETTINGS = {
@@ -32,17 +33,18 @@ SETTINGS = {
 GPUS = os.environ.setdefault("MNIST_TEST_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 show_gpus = False
+# A library that stands for CUDA on a machine without a GPU. It counts, but it runs no kernels.
+PRETENDED = "libpretend" in os.environ.get("LD_PRELOAD", "")
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass
 class Finished:
-    """A process that ended: its exit status, what it printed, and how long it took."""
+    """A process that ended: its exit status, and what it printed."""
 
     returncode: int
     stdout: str
     stderr: str
-    seconds: float
 
     @property
     def text(self):
@@ -51,8 +53,10 @@ class Finished:
 
 @functools.cache
 def count_gpus():
-    """Ask another process, since this one is to see none."""
-    if not shutil.which("nvidia-smi"):
+    """Ask torch in another process, since this one is to see none."""
+    # Without a driver of NVIDIA, AMD or WSL the seconds of importing torch are saved.
+    drivers = [Path("/dev") / name for name in ("nvidiactl", "kfd", "dxg")]
+    if not shutil.which("nvidia-smi") and not any(path.exists() for path in drivers):
         return 0
     # device_count() asks NVML, which also counts GPUs that a driver too old cannot use.
     code = "from torch import cuda; print(cuda.device_count() if cuda.is_available() else 0)"
@@ -79,7 +83,9 @@ def environment(**extra):
     kept |= SETTINGS | {"PATH": path, "PYTHONUNBUFFERED": "1"}
     fork_server.install(kept)
     name, value = MARK.split("=")
-    return kept | {name: value} | (fork_server.REAL if show_gpus else {}) | extra
+    # A driver may not be used in a process and in its fork; nothing stands against a pretended one.
+    real = fork_server.REAL if show_gpus and not PRETENDED else {}
+    return kept | {name: value} | real | extra
 
 
 def start(*command, cwd=None, real=False, **extra):
@@ -96,9 +102,8 @@ def start(*command, cwd=None, real=False, **extra):
     )
 
 
-def finish(process, timeout, since=None):
+def finish(process, timeout):
     """Wait for a process; one that is still there after ``timeout`` seconds is a failure."""
-    begin = time.monotonic() if since is None else since
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -107,7 +112,7 @@ def finish(process, timeout, since=None):
             os.kill(pid, signal.SIGKILL)
         stdout, stderr = process.communicate()
         raise AssertionError(f"still running after {timeout} s:\n{stdout}\n{stderr}") from None
-    return Finished(process.returncode, stdout, stderr, time.monotonic() - begin)
+    return Finished(process.returncode, stdout, stderr)
 
 
 def run(*command, timeout=90, cwd=None, real=False, **extra):
@@ -151,10 +156,10 @@ def command(technique, processes, *flags):
     return script(f"train_{technique}.py", *replicas, *flags)
 
 
-def through(helper, words):
-    """Return a training command in which a file of tests/ runs the script."""
+def through_altered(words):
+    """Return a training command in which tests/altered.py runs the script."""
     at = next(i for i, word in enumerate(words) if isinstance(word, Path))
-    return [*words[:at], ROOT / "tests" / helper, words[at].name, *words[at + 1 :]]
+    return [*words[:at], ALTERED, words[at].name, *words[at + 1 :]]
 
 
 def flags(data_dir, run_dir, *extra):

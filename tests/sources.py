@@ -11,6 +11,7 @@ CORE = sorted((ROOT / "utils").glob("[a-z]*.py"))
 DATASETS = sorted((ROOT / "utils" / "datasets").glob("[a-z]*.py"))
 CLUSTER = sorted((ROOT / "utils" / "cluster").glob("[a-z]*.py"))
 TOOLS = sorted((ROOT / "scripts" / "tools").glob("*.py"))
+CHECK = sorted((ROOT / "scripts" / "check").glob("*.py"))
 LESSONS = sorted((ROOT / "scripts" / "lessons").glob("*.py"))
 MINIMAL = sorted((ROOT / "scripts" / "minimal").glob("*.py"))
 NO_CODE = {

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -32,7 +33,7 @@ if (name, flags["--batch-size"]) == ("ddp", "500"):
     time.sleep(60)
 if flags.get("--lr") == "1e9":
     sys.exit("train_single.py: error: the loss is nan at step 3 on rank 0")
-speed = {"single": 500.0, "bare": 600.0, "dp": 500.0, "ddp": 750.0}[name]
+speed = {"single": 500.0, "dp": 500.0, "ddp": 750.0}[name]
 speed *= {"1": 1, "2": 1 + (name == "single")}[flags.get("--threads", "1")]
 accuracy = 0.99 if float(flags["--epochs"]) > 0.4 else 0.98
 folder.mkdir(parents=True)
@@ -55,7 +56,7 @@ class Pretending:
     def run(self, tool, *flags):
         more = ["--output", self.folder] if tool is benchmark else []
         args = tool.parse_args([str(word) for word in [*self.where, *more, *flags]])
-        return Finished(trial.start(tool.run, args), *self.capsys.readouterr(), 0.0)
+        return Finished(trial.start(tool.run, args), *self.capsys.readouterr())
 
     def started(self):
         return [json.loads(line) for line in (self.folder / "log").read_text().splitlines()]
@@ -88,18 +89,17 @@ def test_a_core_is_a_device_and_the_rest_is_equal(pretend):
         if devices > 1:
             assert int(flags["--threads"]) * processes == devices
     sizes = [row["batch_size"] for row in pretend.rows()]
-    assert sizes == [64, 64, 32, 32, 32, 64, *[256] * 5, 512]
+    assert sizes == [64, 32, 32, 32, 64, *[256] * 4, 512]
     lines = [" ".join(line.split()) for line in ended.stdout.splitlines()]
-    assert lines[2:8] == [
-        "single 1 1 x 1 500 500-500 1.00 1.00 1",
-        "bare 1 1 x 1 600 600-600 1.20 1.20 1",
-        "dp 2 1 x 2 500 500-500 1.00 0.50 1",
-        "ddp 2 2 x 1 750 750-750 1.50 0.75 1",
-        "limit 2 2 x 1 1,000 1,000-1,000 2.00 1.00 1",
-        "single 1 1 x 2 1,000 1,000-1,000 2.00 1.00 1",
+    assert lines[2:7] == [
+        "single 1 1 x 1 500 500-500 1.00 1",
+        "dp 2 1 x 2 500 500-500 1.00 1",
+        "ddp 2 2 x 1 750 750-750 1.50 1",
+        "limit 2 2 x 1 1,000 1,000-1,000 2.00 1",
+        "single 1 1 x 2 1,000 1,000-1,000 2.00 1",
     ]
     told = "2 devices: DDP is 1.50 x as fast as DP (1.50-1.50);"
-    assert lines[8] == f"{told} one process on the same cores is faster"
+    assert lines[7] == f"{told} one process on the same cores is faster"
     names = [Path(argv[0]).stem for argv in pretend.started()][1:]
     assert names[: len(names) // 2] == names[: len(names) // 2 - 1 : -1], (
         "the second goes backwards"
@@ -124,7 +124,15 @@ def test_interrupted_it_writes_what_it_has(pretend):
     sizes = ["--global-batch-sizes", "64,1000", *STRONG]
     ended = pretend.run(benchmark, *sizes, "--models", "mlp")  # of which a run sends SIGTERM
     assert ended.returncode == 130, ended.text
-    assert [bool(row["images_per_second"]) for row in pretend.rows()][:6] == [True] * 6
+    assert [bool(row["images_per_second"]) for row in pretend.rows()][:5] == [True] * 5
+
+
+def test_on_one_gpu_a_sweep_is_of_one_device(monkeypatch, capsys):
+    monkeypatch.setattr(trial, "select_devices", lambda kind: [torch.device("cuda", 0)])
+    assert sweep.parse_args(["--batch-sizes", "95"]).techniques == ["single"]
+    with pytest.raises(SystemExit):
+        sweep.parse_args(["--techniques", "single,ddp"])
+    assert "ddp needs two GPUs, and there is one" in capsys.readouterr().err
 
 
 def test_on_gpus_devices_are_named(monkeypatch):
@@ -137,7 +145,7 @@ def test_on_gpus_devices_are_named(monkeypatch):
     args.dataset, args.train_size = "mnist", 60_000
     ((_, _, settings),) = benchmark.plan(args)
     found = {(s.technique, s.devices): s for s in settings}
-    assert len(found) == len(settings) == 2 + 3 * 3
+    assert len(found) == len(settings) == 1 + 3 * 3
     for technique, named in (("single", ["0"]), ("ddp", ["0,1"]), ("limit", ["0", "1"])):
         setting = found[technique, 1 if technique == "single" else 2]
         commands = [[str(w) for w in c] for c in benchmark.build_commands(setting, args, 20)]
@@ -154,9 +162,10 @@ def test_on_gpus_devices_are_named(monkeypatch):
         (benchmark, ["--global-batch-sizes", "65"], "65 cannot be shared out among 2 devices"),
         (benchmark, ["--models", "lenet"], "'lenet' is none of convnet"),
         (benchmark, ["--device", "xpu"], "this machine (with this torch) offers"),
-        (scaling, ["--bandwidth", "1"], "give both, or none"),
+        (scaling, ["--bandwidth", "1"], "give all, or none"),
+        (scaling, [], "start it with torchrun"),
         (sweep, ["--batch-sizes", "95"], "--batch-sizes 95 is odd"),
-        *((tool, ["--", "--run-dir", "x"], "--run-dir after --") for tool in (benchmark, scaling)),
+        (benchmark, ["--", "--run-dir", "x"], "--run-dir after --"),
         (benchmark, ["--", "--threads=2"], "--threads=2 after -- is set by the tool itself"),
         (sweep, ["--", "--seed", "1"], "--seed after -- is set by the tool itself"),
     ],
@@ -179,7 +188,6 @@ def test_overlapping_ranges_are_no_difference_seen():
 
 def test_a_sweep_stops_at_the_goal(pretend):
     flags = ["--epochs", "1,0.25,0.5", "--goal", 99, "--techniques", "single,ddp"]
-    flags += ["--chart", pretend.folder / "sweep.png"]
     ended = succeed(pretend.run(sweep, *flags, "--", "--model", "mlp"))
     rows = [line.split() for line in ended.stdout.splitlines()[2:6]]
     assert [row[:5] for row in rows] == [
@@ -191,40 +199,58 @@ def test_a_sweep_stops_at_the_goal(pretend):
     runs = [dict(itertools.pairwise(argv)) for argv in pretend.started()]
     assert [taken["--seed"] for taken in runs] == [*"012012" * 2]
     assert {taken["--batch-size"] for taken in runs} == {"96", "48"}
-    assert (pretend.folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
     flags = ["--epochs", 1, "--techniques", "single", "--seeds", 0, "--", "--model", "mlp"]
     assert "10.000" in pretend.run(sweep, *flags, "--lr", "1e9").stdout, "it diverged"
 
 
 def test_scaling_by_hand():
     """Four devices, a megabyte, 10 us and a byte per nanosecond: six messages of 250 kB."""
-    model = scaling.Model(step=0.1, gradients=1e6, latency=10e-6, bandwidth=1e9)
+    link = scaling.Link(latency=10e-6, bandwidth=1e9)
     ring = 6 * 260e-6
-    assert model.ring(4, 1e6) == pytest.approx(ring)
-    assert model.ddp(4) == pytest.approx(0.1 + ring), "one bucket does not overlap"
-    assert model.dp(3) == pytest.approx(0.1 + 2 * (20e-6 + 1e-3) + 40e-6)
-    assert model.ddp(1) == model.dp(1) == 0.1
-    large = model._replace(gradients=4.0 * scaling.BUCKET_BYTES, step=10.0)
-    last = large.ring(4, scaling.BUCKET_BYTES)
-    assert large.ddp(4) == pytest.approx(10 + last), "all but the last of four buckets hide"
+    assert link.ring(4, 1e6) == pytest.approx(ring)
+    late = scaling.Step(0.04, 0.06, [(0.06, 1e6)])
+    assert late.ddp(4, link) == pytest.approx(0.1 + ring), "one bucket does not overlap"
+    assert late.ddp(1, link) == pytest.approx(0.1)
+    early = scaling.Step(0.04, 0.06, [(0.01, 1e6), (0.011, 1e6), (0.02, 1e6)])
+    assert early.ddp(4, link) == pytest.approx(0.1), "all hide behind the backward"
+    slow = scaling.Link(0.0, 2e7)
+    assert early.ddp(2, slow) == pytest.approx(0.04 + 0.01 + 3 * 0.05), "they queue"
+    even = scaling.even_step(0.3, 4 * scaling.BUCKET)
+    assert even.backward == pytest.approx(0.2)
+    assert [full for full, _ in even.buckets] == pytest.approx([0.05, 0.1, 0.15, 0.2])
+    mib = 2**20
+    assert scaling.fill_buckets([(1, mib), (2, mib), (3, 24 * mib), (4, mib)]) == [
+        *((1, mib), (3, 25 * mib), (4, mib))
+    ]
 
 
 def test_scaling_on_given_figures(capsys):
     figures = "--step-ms 120 --gradient-mb 102 --latency-us 10 --bandwidth 12.5"
     assert scaling.run(scaling.parse_args(figures.split())) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[5:]]
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     assert [row[0] for row in rows] == [f"{2**i:,}" for i in range(11)]
-    assert rows[0][1:] == ["800", "100%", "800", "100%"]
-    assert rows[-1][3:] == ["-", "-"], "DP ends with the machine"
+    assert rows[0][1:] == ["120.00", "1.00", "100%"]
+    assert float(rows[-1][1]) > float(rows[1][1]) > 120
+
+
+@pytest.mark.slow
+def test_scaling_measures_and_predicts():
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
+    flags = ["--model", "mlp", "--batch-size", 16, "--device", "cpu"]
+    script = ROOT / "scripts" / "tools" / "scaling.py"
+    told = succeed(run(sys.executable, *launch, script, *flags, timeout=290)).stdout
+    assert "mlp, 16 images on each of 2 devices" in told
+    assert re.search(r"buckets full in the backward: 0.94 MB at [\d.]+ ms\n", told)
+    assert re.search(r"DDP: predicted [\d.]+ ms, measured [\d.]+ ms", told)
+    assert re.search(r"^1 +[\d.]+ +1.00 +100%$", told, re.MULTILINE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("tool", "flags", "words"),
     [
-        ("scaling", "--model linear --batch-size 16", "link measured between two ranks"),
         ("sweep", "--techniques single --epochs 0.1 --seeds 0 --goal 30", "reached"),
-        ("benchmark", "--quick --steps 5 --models linear --output results", "bare"),
+        ("benchmark", "--quick --steps 5 --models linear --output results", "limit"),
     ],
 )
 def test_for_real(tool, flags, words, synthetic_dir, tmp_path):

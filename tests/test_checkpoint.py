@@ -4,7 +4,8 @@ import errno
 import os
 import pickle
 import zipfile
-from dataclasses import asdict
+from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,17 +16,22 @@ from torch import nn
 import models
 from utils import checkpoint
 from utils.checkpoint import Checkpointer
+from utils.errors import UsageError
 from utils.progress import Progress
 from utils.weights import CheckpointError, load_weights, read_tensors, weights_sha256
 
 IDENTITY = {"model": "linear", "dataset": "mnist", "seed": 0}
 
 
-def build(folder, module=None, fp16=False, **identity):
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def build(folder, module=None, fp16=False, optimizer=None, extra=None, **identity):
     model = module or models.build_model("linear")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = optimizer or sgd(model.parameters())
     scaler = torch.amp.GradScaler("cpu", enabled=fp16)
-    return Checkpointer(folder, model, optimizer, scaler, IDENTITY | identity)
+    return Checkpointer(folder, model, optimizer, scaler, IDENTITY | identity, extra or {})
 
 
 def step(checkpointer, progress):
@@ -33,7 +39,7 @@ def step(checkpointer, progress):
     checkpointer.model(torch.randn(3, 1, 28, 28)).sum().backward()
     checkpointer.optimizer.step()
     checkpointer.optimizer.zero_grad()
-    progress.step(0.1)
+    progress.step()
 
 
 def begin(global_batch_size=10):
@@ -58,14 +64,15 @@ def restored(checkpointer, progress=None):
 
 def test_a_round_trip_restores_everything_but_the_learning_rate(tmp_path):
     saver, progress = saved(tmp_path, fp16=True)
-    progress.train_sums, progress.test_sums = [1.5, 2, 10], [0.5, 9, 10]
+    progress.train_sums = {"count": 10, "loss": 1.5, "correct": 2}
+    progress.test_sums = {"count": 10, "loss": 0.5, "correct": 9}
     saver.scaler._scale = torch.tensor(1024.0)
     saver.save(progress)
 
     loader = build(tmp_path, fp16=True)
     loader.scaler.scale(torch.ones(()))  # a scaler makes its scale when it is first used
     loader.optimizer.param_groups[0]["lr"] = 0.7
-    assert asdict(restored(loader)) == asdict(progress)
+    assert restored(loader).position == progress.position
     assert weights_sha256(loader.model) == weights_sha256(saver.model)
     ours, theirs = loader.optimizer.state_dict(), saver.optimizer.state_dict()
     assert torch.equal(ours["state"][0]["momentum_buffer"], theirs["state"][0]["momentum_buffer"])
@@ -75,7 +82,7 @@ def test_a_round_trip_restores_everything_but_the_learning_rate(tmp_path):
 
 
 def test_no_checkpoint_is_the_start_and_is_told(tmp_path, capsys):
-    assert asdict(restored(build(tmp_path))) == asdict(begin())
+    assert restored(build(tmp_path)).position == begin().position
     assert capsys.readouterr().err == f"warning: no checkpoint in {tmp_path}: starting at step 0\n"
 
 
@@ -93,33 +100,86 @@ def change(path, **parts):
     torch.save(torch.load(path, weights_only=True) | parts, path)
 
 
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 DAMAGE = {
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-500]),
     "bit flipped": flip_bit,
-    "another format": lambda path: change(path, format=checkpoint.FORMAT - 1),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_the_newest_whole_checkpoint_is_taken(damage, tmp_path, capsys):
     saved(tmp_path, steps=3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.pt", "previous.pt"]
     path = tmp_path / "last.pt"
     DAMAGE[damage](path)
+    before = content(tmp_path)
+    with pytest.raises(CheckpointError, match="trained with seed 0"):
+        restored(build(tmp_path, seed=1))
     loader = build(tmp_path)
     progress = restored(loader)
     assert progress.global_step == 2
     [warning] = capsys.readouterr().err.splitlines()
     assert str(path) in warning
     assert f"continuing from {tmp_path / 'previous.pt'}" in warning
-    # The damaged one is gone, or the next save would keep it in the place of the good one.
+    assert content(tmp_path) == before, "only a save changes the disk"
+    # Otherwise the next save would keep the damaged one in the place of the good one.
     loader.save(progress)
-    path.unlink()
-    assert restored(build(tmp_path)).global_step == 2
+    assert content(tmp_path) == {
+        "last.pt": path.read_bytes(),
+        "previous.pt": before["previous.pt"],
+        "damaged.pt": before["last.pt"],
+    }
     path.write_bytes(b"x")
     (tmp_path / "previous.pt").write_bytes(b"x")
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
         restored(build(tmp_path))
+
+
+def fail_to_read(path):
+    raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("an error", "cannot read .*last.pt: Input/output error"),
+        ("a format", r"its format is 3, not \d"),
+        ("an object", "last.pt holds more than tensors and plain values"),
+    ],
+)
+def test_what_cannot_be_read_is_not_damaged(what, message, tmp_path, monkeypatch):
+    """The command is refused, and nothing is removed or renamed."""
+    saved(tmp_path, steps=2)
+    if what == "a format":
+        change(tmp_path / "last.pt", format=3)
+    if what == "an object":
+        change(tmp_path / "last.pt", args=Namespace(lr=0.1))
+    before = content(tmp_path)
+    if what == "an error":
+        monkeypatch.setattr(Path, "read_bytes", fail_to_read)
+    loader = build(tmp_path)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        restored(loader)
+    assert "damaged" not in str(caught.value)
+    monkeypatch.undo()
+    assert content(tmp_path) == before
+
+
+def test_a_file_system_without_a_second_name_for_a_file(tmp_path, monkeypatch):
+    """exFAT, FUSE and others: the one before is kept there, too."""
+
+    def link(*names):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", link)
+    saved(tmp_path, steps=3)
+    assert sorted(content(tmp_path)) == ["last.pt", "previous.pt"]
+    assert restored(build(tmp_path)).global_step == 3
+    (tmp_path / "last.pt").unlink()
+    assert restored(build(tmp_path)).global_step == 2
 
 
 def test_another_model_data_set_or_seed_is_refused(tmp_path):
@@ -130,9 +190,8 @@ def test_another_model_data_set_or_seed_is_refused(tmp_path):
         with pytest.raises(CheckpointError, match=f"{key} {IDENTITY[key]}.*{other}"):
             restored(before)
         assert weights_sha256(before.model) == weights
-    with pytest.raises(CheckpointError, match="does not fit --model: size mismatch for") as caught:
+    with pytest.raises(CheckpointError, match="does not fit --model: size mismatch for"):
         restored(build(tmp_path, models.build_model("mlp")))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EROFS])
@@ -144,9 +203,8 @@ def test_a_disk_that_takes_no_more_leaves_the_checkpoint_before(reason, tmp_path
 
     monkeypatch.setattr(os, "fsync", full)
     step(saver, progress)
-    with pytest.raises(CheckpointError, match=os.strerror(reason)) as caught:
+    with pytest.raises(CheckpointError, match=os.strerror(reason)):
         saver.save(progress)
-    assert "\n" not in str(caught.value)
     assert restored(build(tmp_path)).global_step == 1
 
 
@@ -179,32 +237,88 @@ def test_nothing_that_is_not_finite_is_saved(where, rank, tmp_path, monkeypatch)
     if where == "momentum":
         saver.optimizer.state_dict()["state"][0]["momentum_buffer"][2, 2] = float("inf")
     if where == "sums":
-        progress.test_sums = [float("inf"), 1.0, 10.0]
+        progress.test_sums = {"count": 10.0, "loss": float("inf")}
     with pytest.raises(CheckpointError, match="not finite at step 2") as caught:
         saver.save(progress)
     assert caught.value.reported_elsewhere == bool(rank), "one line for all ranks"
+    monkeypatch.undo()
     assert restored(build(tmp_path)).global_step == 1
 
 
 class Layers(nn.Module):
-    """Two layers of one shape, declared in an order of choice."""
+    """Two layers of one shape, declared in an order of choice, a mask, and state of its own."""
 
     def __init__(self, *names):
         super().__init__()
         for name in names:
             self.add_module(name, nn.Linear(784, 784))
+        self.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+        self.register_buffer("mean", torch.zeros(2))
+        self.own = {"best": float("inf"), "seen": [torch.zeros(2)]}
 
     def forward(self, images):
         return self.a(images.flatten(1)) + 2 * self.b(images.flatten(1))
 
+    def get_extra_state(self):
+        return self.own
 
-def test_momentum_goes_by_name(tmp_path):
-    saver, _ = saved(tmp_path, module=Layers("a", "b"))
-    loader = build(tmp_path, Layers("b", "a"))
+    def set_extra_state(self, state):
+        self.own = state
+
+
+def test_the_optimizer_s_state_goes_by_name(tmp_path):
+    """In another order of the parameters, and in other groups."""
+    model = Layers("a", "b")
+    saver, _ = saved(tmp_path, module=model)
+    other = Layers("b", "a")
+    groups = [{"params": list(layer.parameters()), "lr": 0.5} for layer in (other.a, other.b)]
+    loader = build(tmp_path, other, optimizer=sgd(groups))
     restored(loader)
-    for name, parameter in loader.model.named_parameters():
-        theirs = saver.optimizer.state[saver.model.get_parameter(name)]["momentum_buffer"]
+    for name, parameter in other.named_parameters():
+        theirs = saver.optimizer.state[model.get_parameter(name)]["momentum_buffer"]
         assert torch.equal(loader.optimizer.state[parameter]["momentum_buffer"], theirs), name
+    for wrong in (torch.optim.AdamW, torch.optim.RMSprop):
+        with pytest.raises(
+            CheckpointError, match=f"optimizer SGD, this command says {wrong.__name__}"
+        ):
+            restored(build(tmp_path, other, optimizer=wrong(other.parameters())))
+    with pytest.raises(UsageError, match="pass its module to Run in `extra`"):
+        build(tmp_path, other, optimizer=sgd([*other.parameters(), nn.Parameter(torch.ones(1))]))
+
+
+def test_state_that_is_no_tensor_is_saved_and_a_mask_may_be_infinite(tmp_path):
+    model = Layers("a", "b")
+    hashes = [weights_sha256(model)]
+    model.own = {"best": 0.5, "seen": [torch.ones(2)]}
+    saver, progress = saved(tmp_path, module=model)
+    other = Layers("a", "b")
+    restored(build(tmp_path, other))
+    assert other.own["best"] == 0.5
+    hashes += [weights_sha256(model), weights_sha256(other)]
+    model.own["seen"][0][1] = 2
+    hashes.append(weights_sha256(model))
+    assert hashes[1] == hashes[2]
+    assert len({*hashes}) == 3, "each value counts"
+    model.mean[0] = float("-inf")
+    with pytest.raises(CheckpointError, match="not finite"):
+        saver.save(progress)
+
+
+def test_more_parts_are_restored_or_refused_in_a_line(tmp_path):
+    ema, part = nn.Linear(2, 3), nn.Linear(1, 1)
+    model = models.build_model("linear")
+    both = sgd([*model.parameters(), *part.parameters()])
+    saved(tmp_path, module=model, optimizer=both, extra={"ema": ema, "part": part})
+    copy = nn.Linear(2, 3)
+    restored(build(tmp_path, extra={"ema": copy, "part": nn.Linear(1, 1)}))
+    assert torch.equal(copy.weight, ema.weight)
+    for extra, message in (
+        ({}, r"extra \['ema', 'part'\], this command says \[\]"),
+        ({"ema": nn.Linear(2, 4), "part": part}, "does not fit ema: size mismatch"),
+    ):
+        with pytest.raises(CheckpointError, match=message) as caught:
+            restored(build(tmp_path, extra=extra))
+        assert "\n" not in str(caught.value)
 
 
 # Weights of other files

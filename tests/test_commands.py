@@ -22,22 +22,25 @@ from tests.test_launch import LAUNCH_TABLE
 # Other tests run these: a part of the command, and the file.
 ELSEWHERE = {
     r"quickstart\.sh|scripts/test\.sh|\.venv/bin/activate": "test_quickstart.py",
+    r"-m pytest ": "test_packaging.py",
     r"gpu_check\.sh": "test_gpu.py",
     r"scripts/lessons/": "test_lessons.py",
+    r"check\.py.* (their_)?train\.py": "test_check.py",
     r"scripts/minimal/\w+\.py": "test_minimal.py",
     r"^tensorboard ": "test_training.py",  # reads the curves of a run
     r"\$HOST0|\$NODE|\$SHARED|^(srun|sbatch|mpirun|HOSTS=)": "test_launch.py",
     r"kubectl|torchrun.*PET_": "test_kubernetes.py",
 }
+PAGES = [path for path in ENGLISH if path.stem != "recipes"]  # tests/test_recipes.py follows them
 TRAINS = re.compile(r"^(?!diff).*train_\w+\.py")
 IS_OWN = re.compile(r"train_.*--model mine")
-NEEDS_GPUS = re.compile(r"--devices \d|--output-device|--nproc_per_node gpu")
+NEEDS_GPUS = re.compile(r"--devices \d|VISIBLE_DEVICES=\d|--output-device|--nproc_per_node gpu")
 
 
 def shown_commands():
     """Return every command that a reader is shown, with the file that shows it first."""
     found = {}
-    for path in ENGLISH:
+    for path in PAGES:
         for block in blocks(path):
             found |= {c: name_of(path) for c in commands_of(block) if c not in found}
         found |= {c: name_of(path) for c in inline_commands(prose(path)) if c not in found}
@@ -69,7 +72,7 @@ def project(tmp_path_factory, synthetic_dir):
     leave = shutil.ignore_patterns(".*", "runs", "data", "__pycache__", "tests")
     shutil.copytree(ROOT, folder, ignore=leave)
     (folder / "data").symlink_to(synthetic_dir)
-    for block in (block for path in ENGLISH for block in blocks(path)):
+    for block in (block for path in PAGES for block in blocks(path)):
         name = re.match(r"# (my_\w+\.py)\n", block.text)
         if block.language == "python":
             ast.parse(block.text)
@@ -108,14 +111,13 @@ def shown(project):
 
 def run_shown(command, project, max_steps):
     line = command
-    if re.search(r"scripts/tools/(benchmark|sweep|scaling|simulate)\.py", line):
-        # These measure for real in test_benchmark.py and test_rendezvous.py.
+    if re.search(r"scripts/tools/(benchmark|sweep|scaling)\.py", line):
+        # These measure for real in test_benchmark.py.
         line = f"{line.partition(' -- ')[0]} --help"
     elif "scripts/tools/" in line:
         # Names of runs stand for a reader's own.
         line = re.sub(r"runs/[\w-]+(/\{[\w,]+\})?(?=\s|$)", "runs/shown", line)
         line = line.replace("prepare_data.py mnist", "prepare_data.py synthetic")
-        line += " --max-steps 20 --dataset synthetic" if "bare.py" in line else ""
     elif TRAINS.match(line):
         line += " --threads 1 --no-progress"
         more = {"--max-steps": max_steps, "--dataset": "synthetic", "--model": "linear"}

@@ -61,6 +61,24 @@ def test_bad_flags_are_one_line_and_status_2(technique, flags, message, capsys, 
     assert message in printed.err
 
 
+def test_ranks_have_to_agree_on_what_they_train():
+    """Ranks of which one has another rate, or takes other steps, would train on without a word."""
+    own = "--epochs 2 --lr 0.2 --grad-accum-steps 2 --batch-size 8 --momentum 0 --seed 1 --amp bf16"
+    mine, theirs = (config.shared(config.parse_args("ddp", None, w.split())) for w in ("", own))
+    differing = {f"--{name.replace('_', '-')}" for name in mine if mine[name] != theirs[name]}
+    assert differing == {word for word in own.split() if word.startswith("--")}
+
+
+@pytest.mark.parametrize("technique", ["single", "dp"])
+def test_torchrun_is_refused_by_scripts_that_are_one_process(technique, capsys, monkeypatch):
+    """Or each of them would train the whole, into one folder."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match="2"):
+        config.parse_args(technique, None, [])
+    assert "is one process, and torchrun started 2" in capsys.readouterr().err
+
+
 STARTS = [
     ("train_single.py", "--lr nan", 2, "not a number"),
     ("train_single.py", "--init-weights nowhere.pt", 1, "nowhere.pt: No such file"),

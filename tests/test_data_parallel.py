@@ -1,6 +1,7 @@
 """DataParallel on CPU threads: the algorithm of nn.DataParallel, with nothing passed through."""
 
 import threading
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 import models
 from utils import device
-from utils.data_parallel import CPUDataParallel, keep_autocast_dtype, select_devices
+from utils.data_parallel import CPUDataParallel, keep_autocast_dtype, place_replicas
 from utils.errors import UsageError
 
 CPU = torch.device("cpu")
@@ -30,7 +31,7 @@ class Spy(nn.Module):
         self.calls = []  # shared by all replicas
 
     def forward(self, images):
-        self.calls.append((threading.get_ident(), len(images)))
+        self.calls.append((threading.get_ident(), len(images), torch.get_num_threads()))
         return self.inner(images)
 
 
@@ -39,13 +40,16 @@ class Spy(nn.Module):
     [(8, 2, [4, 4]), (10, 4, [3, 3, 3, 1]), (1, 4, [1])],
 )
 def test_a_batch_is_split_over_threads(batch, replicas, shares):
-    model = Spy()
+    model, threads = Spy(), torch.get_num_threads()
+    torch.set_num_threads(8)
     wrapped = CPUDataParallel(model, replicas)
     images = torch.randn(batch, 1, 28, 28)
     out = wrapped(images)
+    torch.set_num_threads(threads)
     torch.testing.assert_close(out, model.inner(images), rtol=0, atol=1e-12)
-    assert sorted((size for _, size in model.calls), reverse=True) == shares
-    threads = {ident for ident, _ in model.calls}
+    assert sorted((size for _, size, _ in model.calls), reverse=True) == shares
+    assert {each for *_, each in model.calls} == {8 // replicas}, "they fight for the cores"
+    threads = {ident for ident, *_ in model.calls}
     assert threading.get_ident() not in threads, "passed through on the calling thread"
 
 
@@ -109,6 +113,50 @@ def test_the_replicas_keep_the_dtype_of_autocast():
         keep_autocast_dtype(model, precision)
 
 
+class Outputs(NamedTuple):
+    logits: torch.Tensor
+    others: dict
+
+
+class Particular(nn.Module):
+    """Changes its input in place, and returns a tree of tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = models.build_model("linear")
+
+    def forward(self, images):
+        images.sub_(0.5).relu_()
+        return Outputs(self.inner(images), {"sums": [images.sum(), None]})
+
+
+def test_a_model_may_return_a_tree_and_change_its_input():
+    """Several times: views of one tensor have one version, and autograd notices the other's."""
+    model, images = Particular(), torch.randn(8, 1, 28, 28)
+    expected = model(images.clone())
+    for _ in range(3):
+        outputs = CPUDataParallel(model, 2)(images.clone())
+        outputs.logits.sum().backward()
+    assert isinstance(outputs, Outputs)
+    torch.testing.assert_close(outputs.logits, expected.logits, rtol=0, atol=1e-12)
+    sums, nothing = outputs.others["sums"]
+    assert nothing is None
+    assert (len(sums), float(sums.sum())) == (2, pytest.approx(float(expected.others["sums"][0])))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:")
+def test_a_scripted_model_gets_the_gradients_of_the_plain_one():
+    plain, images = models.build_model("mlp"), torch.randn(8, 1, 28, 28)
+    scripted = torch.jit.script(plain)
+    keep_autocast_dtype(scripted, device.Precision(CPU, "off"))  # which could set no hook
+    gradients = []
+    for model in (plain, scripted):
+        plain.zero_grad()
+        CPUDataParallel(model, 2)(images).square().sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in plain.parameters()]))
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+
+
 def test_keys_and_type_are_those_of_dataparallel():
     wrapped = CPUDataParallel(models.build_model("linear"), 2)
     assert isinstance(wrapped, nn.DataParallel)
@@ -130,18 +178,19 @@ def test_arguments_that_cannot_be_used(monkeypatch):
 
     if not torch.accelerator.is_available():
         with pytest.raises(UsageError, match="there is no GPU here"):
-            select_devices("auto", [0], None, None)
+            place_replicas("auto", [0], None, None)
         with pytest.raises(UsageError, match="offers cpu only"):
-            select_devices("cuda", None, None, None)
-    assert select_devices("cpu", None, 3, None) == (CPU, [CPU] * 3)
-    assert select_devices("cpu", None, None, None) == (CPU, [CPU] * 2)
+            place_replicas("cuda", None, None, None)
+    assert place_replicas("cpu", None, 3, None) == (CPU, [CPU] * 3)
+    assert place_replicas("cpu", None, None, None) == (CPU, [CPU] * 2)
     with pytest.raises(UsageError, match="names a GPU"):
-        select_devices("cpu", None, None, 1)
-    pretend(torch.device("mps"))
-    with pytest.raises(UsageError, match="mps"):
-        select_devices("auto", None, None, None)
+        place_replicas("cpu", None, None, 1)
+    for kind in ("mps", "xpu"):
+        pretend(torch.device(kind, 0))
+        with pytest.raises(UsageError, match=f"does not work on {kind}"):
+            place_replicas("auto", None, None, None)
     pretend(torch.device("cuda", 0), torch.device("cuda", 3))
     with pytest.raises(UsageError, match=r"not one of the devices \[0, 3\]"):
-        select_devices("auto", None, None, 1)
+        place_replicas("auto", None, None, 1)
     with pytest.raises(UsageError, match="--replicas is for the CPU"):
-        select_devices("auto", None, 2, None)
+        place_replicas("auto", None, 2, None)

@@ -7,6 +7,8 @@ import torch
 
 from tests.processes import ROOT, command, flags, run, succeed
 from utils import device
+from utils.cluster import launch
+from utils.cluster.rank_info import RankInfo
 from utils.device import setup_device
 
 CPU = torch.device("cpu")
@@ -17,22 +19,39 @@ CPU = torch.device("cpu")
     [
         (3, "5", False, 3),
         (None, "5,2", False, 5),
-        (None, "5", True, 2),
+        (None, "5", True, 5),
+        (None, "1", True, 2),
+        (None, "1", False, 1),
         (None, "many", False, 2),
         (None, "99999999", False, 2),
     ],
 )
 def test_whose_number_of_threads_counts(asked, variable, torchrun, threads, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", variable)
-    if torchrun:
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setattr(device, "usable_cores", lambda: 8)
+    for module in (device, launch):
+        monkeypatch.setattr(module, "usable_cores", lambda: 8)
     before = torch.get_num_threads()
     try:
-        setup_device(CPU, asked, processes=4)
+        launch.share_cores(RankInfo("torchrun" if torchrun else "environment"), 4)
+        setup_device(CPU, asked)
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
+
+
+FACTS = """
+import gc, os, torch
+from utils.device import import_dynamo, setup_seed, usable_cores
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+import_dynamo()
+setup_seed(0, deterministic=True)
+print(usable_cores(), gc.isenabled(), torch.are_deterministic_algorithms_enabled())
+"""
+
+
+def test_what_is_set_up_for_a_process():
+    """Cores that it may use, as in a container; garbage is collected; --deterministic refuses."""
+    assert succeed(run(sys.executable, "-c", FACTS)).stdout == "1 True True\n"
 
 
 @pytest.mark.slow

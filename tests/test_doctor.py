@@ -1,6 +1,7 @@
 """The doctor finds what it is asked to find, on the facts of ranks and for real."""
 
 import json
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -102,6 +103,16 @@ def test_two_processes_for_real(synthetic_dir):
     assert "16,777,216 B" in rows["all-reduce"]["found"]
     assert rows["data"]["state"] == "ok"
     assert rows["open files"]["found"].endswith("for a process")
+
+
+def test_a_failed_check_is_status_1(short_dir, tmp_path):
+    shutil.copytree(short_dir, tmp_path / "data")
+    for path in tmp_path.rglob("train-labels*"):
+        path.write_bytes(path.read_bytes()[:-1])
+    flags = ["--dataset", "synthetic", "--data-dir", tmp_path / "data", "--threads", 1, "--json"]
+    ended = run(sys.executable, DOCTOR, *flags)
+    failed = [row["check"] for row in json.loads(ended.stdout) if row["state"] == "failure"]
+    assert (ended.returncode, failed) == (1, ["data"])
 
 
 def test_an_incomplete_world_is_a_failure_in_time(synthetic_dir):

@@ -1,15 +1,21 @@
 """What only GPUs show, and the script that has it run where there are some.
 
-Tests marked ``gpu`` see the GPUs that the user lets them see; no other test does.
+Tests marked ``gpu`` see the GPUs that the user lets them see; no other test does. Those marked
+``nccl`` are worth a second run with NCCL's other backend (TORCH_DIST_USE_NCCL2=0).
 """
 
+import json
+import re
 import shutil
 import sys
 
 import pytest
 import torch
 
+from tests import test_minimal
 from tests.processes import (
+    ALTERED,
+    PRETENDED,
     ROOT,
     command,
     error_line,
@@ -19,12 +25,15 @@ from tests.processes import (
     status,
     succeed,
     summary,
-    through,
+    through_altered,
+    torchrun,
 )
+from tests.test_quickstart import copy  # noqa: F401  a fixture
 from tests.test_training import distance, state, train
 
 SHORT = ["--model", "mlp", "--max-steps", 30, "--batch-size", 48, "--warmup-epochs", 0]
-TECHNIQUES = ("single", "dp", "ddp")
+DDP = pytest.param("ddp", marks=pytest.mark.nccl)
+LESSONS = sorted((ROOT / "scripts" / "lessons").glob("[a-z]*.py"))
 
 
 # The script, on any machine
@@ -37,43 +46,59 @@ def fakes(tmp_path):
     for name in ("gpu_check.sh", "environment.sh"):
         shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
     (tmp_path / "bin").mkdir()
-    programs = {
-        "nvidia-smi": "echo GPU 0: Fake; echo GPU 1: Fake",
-        "python3": 'case "$*" in -c*) echo 2 ;; *pytest*) exit 1 ;; *) echo ran "$*" ;; esac',
-    }
-    for name, text in programs.items():
+    rows = [{"technique": "ddp", "devices": 2, "images_per_second": {"median": 1234.5}}]
+    found = {"machine": {"gpus": ["Fake"] * 2, "cpu": "CPU", "torch": "2.15"}, "tables": {"": rows}}
+    (tmp_path / "found.json").write_text(json.dumps(found))
+    python = f"""case "$*" in
+        -c*) echo "${{GPUS:-2}}" ;;
+        -\\ runs*) exec {sys.executable} "$@" ;;
+        -\\ *) exit "${{MISSING:-0}}" ;;
+        *pytest*) exit 1 ;;
+        *benchmark.py*) for last; do :; done; cp found.json "$last/benchmark.json" ;;
+        *sweep.py*) echo "ddp   96 0.4  99.010 98.98-99.05  1.2 5.9  5.8-6.0  reached" ;;
+        *trace.py*) echo "  communication  4.0%  in backward 4.0%; hidden 3.8% more" ;;
+        *) echo "ran $*" ;;
+    esac"""
+    for name, text in ("nvidia-smi", "echo GPU 0: Fake; echo GPU 1: Fake"), ("python3", python):
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     return tmp_path
 
 
-def check(fakes, *arguments):
+def check(fakes, *arguments, **variables):
     words = [fakes / "scripts" / "gpu_check.sh", *arguments]
-    return run(*words, cwd=fakes, PATH=f"{fakes}/bin:/usr/bin:/bin")
+    return run(*words, cwd=fakes, PATH=f"{fakes}/bin:/usr/bin:/bin", **variables)
 
 
 def test_without_a_gpu_there_is_nothing_to_check(fakes):
+    """And where an environment is missing, none is made for that."""
+    assert "torch can use no GPU" in error_line(check(fakes, GPUS="0"))
     (fakes / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho No devices were found\nexit 6\n")
-    assert "lists no GPU" in error_line(check(fakes))
+    assert "lists no GPU" in error_line(check(fakes, MISSING="1"))
 
 
 def test_the_report_has_all_parts_although_one_failed(fakes):
     ended = check(fakes, "--data-dir", "my data")
     assert ended.returncode == 1, ended.text
-    assert "Failed: Tests; \n" in ended.stderr
+    assert "Failed: Tests; Tests with the former NCCL backend; \n" in ended.stderr
     (report,) = fakes.glob("runs/gpu-check-*/report.md")
     titles = [line for line in report.read_text().splitlines() if line.startswith("## ")]
     assert len(titles) > 5
-    assert report.read_text().count("```") == 2 * len(titles)
-    assert "ran train_single.py --dataset mnist --data-dir my data" in report.read_text()
+    assert report.read_text().count("```") == 2 * (len(titles) - 1)
+    assert "scripts/tools/doctor.py --dataset mnist --data-dir my data" in report.read_text()
     assert str(report.relative_to(fakes)) in ended.stderr
+    *_, row = report.read_text().splitlines()
+    cells = [cell.strip() for cell in row.split("|")[2:-1]]
+    assert cells[:2] == ["2 x Fake, CPU", "2.15"]
+    assert cells[2:] == ["ddp 2: 1,234", "ddp 1.2 / 5.9", "3.8% / 3.8%", cells[-1]]
+    assert cells[-1] == "Tests,Tests with the former NCCL backend"
 
 
 # One GPU
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("technique", TECHNIQUES)
+@pytest.mark.parametrize("technique", ["single", "dp", DDP])
 @pytest.mark.parametrize("extra", [[], ["--amp", "bf16"], ["--amp", "fp16", "--max-grad-norm", 5]])
 def test_a_script_trains_on_a_gpu(extra, technique, synthetic_dir, tmp_path):
     words = flags(synthetic_dir, tmp_path / "run", *SHORT, "--devices", 0, *extra)
@@ -88,8 +113,8 @@ def test_a_script_trains_on_a_gpu(extra, technique, synthetic_dir, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
-@pytest.mark.parametrize("technique", ["single", "ddp"])
+@pytest.mark.skipif(PRETENDED or not shutil.which("cc"), reason="needs a GPU and a C compiler")
+@pytest.mark.parametrize("technique", ["single", DDP])
 def test_a_compiled_model_trains_on_a_gpu(technique, synthetic_dir, tmp_path):
     words = flags(synthetic_dir, tmp_path / "run", *SHORT, "--devices", 0, "--compile")
     succeed(run(*script(f"train_{technique}.py", *words), timeout=280))
@@ -100,7 +125,7 @@ def test_a_compiled_model_trains_on_a_gpu(technique, synthetic_dir, tmp_path):
 def test_data_on_the_device_trains_the_same_and_takes_its_memory(synthetic_dir, tmp_path):
     """``peak_memory_bytes`` is the GPU's: it grows by what the data takes there."""
     found = []
-    for name, extra in (("off", []), ("on", ["--data-on-device"])):
+    for name, extra in (("off", ["--no-data-on-device"]), ("on", [])):
         words = flags(synthetic_dir, tmp_path / name, *SHORT, "--devices", 0, *extra)
         succeed(run(*script("train_single.py", *words)))
         found.append(summary(tmp_path / name))
@@ -140,19 +165,27 @@ def test_a_gpu_computes_what_a_cpu_does(synthetic_dir, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", [p.name for p in LESSONS if "cuda" in p.read_text()])
+def test_a_lesson_that_names_cuda_shows_the_same_on_a_gpu(name):
+    ended = run(sys.executable, ROOT / "scripts" / "lessons" / name, timeout=150)
+    assert "NOT SHOWN" not in succeed(ended).stdout
+
+
+@pytest.mark.gpu
 def test_a_loss_that_is_not_a_number_is_never_saved(synthetic_dir, tmp_path):
     """A GPU's loss is looked at every 50 steps; a checkpoint is looked at before it is written."""
     extra = ["--model", "linear", "--max-steps", 30, "--save-every-steps", 3, "--device", "cuda"]
     words = command("single", 1, *flags(synthetic_dir, tmp_path / "run", *extra))
     assert (
         "not finite at step 6, which is not saved"
-        in run(*through("dies.py", words), DIES="nan").stderr
+        in run(*through_altered(words), ALTER="nan", ALTER_AT="4").stderr
     )
     assert state(tmp_path / "run")["progress"]["global_step"] == 3
     assert all(tensor.isfinite().all() for tensor in state(tmp_path / "run")["model"].values())
 
 
 @pytest.mark.gpu
+@pytest.mark.nccl
 def test_two_ranks_share_a_gpu_over_gloo_alone(synthetic_dir, tmp_path):
     extra = [*SHORT, "--devices", 0, "--nprocs", 2]
     refused = run(*script("train_ddp.py", *flags(synthetic_dir, tmp_path / "nccl", *extra)))
@@ -183,6 +216,7 @@ def test_dp_and_ddp_end_in_the_weights_of_one_gpu(dtype, tolerance, synthetic_di
 
 
 @pytest.mark.gpu(2)
+@pytest.mark.nccl
 def test_sync_bn_normalises_over_the_batch_of_both(synthetic_dir, tmp_path):
     """Running statistics included, which are in the state."""
     arguments = ("convnet", tmp_path / "0", synthetic_dir, "--devices=0")
@@ -227,15 +261,89 @@ def test_replicas_compute_in_the_dtype_that_was_asked_for():
     assert ended.stdout.split() == ["torch.float16", "torch.bfloat16"], ended.text
 
 
+# DDP itself waits for the device in its first ten steps, SyncBN in every step, and the run at every
+# 50th, when it looks at the loss. Nothing can interrupt that wait, but who is killed is noticed
+# long before --timeout. An evaluation ends with a sum over the ranks.
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("fault", ["kill", "stall"])
-def test_a_lost_rank_is_named_over_nccl(fault, synthetic_dir, tmp_path):
-    extra = ["--model", "mlp", "--max-steps", 4000, "--save-every-steps", 2, "--timeout", 20]
-    words = flags(synthetic_dir, tmp_path / "run", *extra, "--devices", "0,1", "--nprocs", 2)
-    faulty = [sys.executable, ROOT / "tests" / "faulty.py", *words, "--threads", 1]
-    ended = run(*faulty, timeout=150, FAULT=fault, FAULT_RANK="1", FAULT_STEP="7")
+@pytest.mark.nccl
+@pytest.mark.parametrize(
+    ("fault", "step", "extra"),
+    [
+        ("SIGSTOP", 7, []),
+        ("SIGKILL", 49, ["--timeout", 300]),
+        ("SIGKILL", 60, ["--sync-bn", "--model", "convnet"]),
+        ("SIGKILL", "evaluate", ["--max-steps", 60]),
+    ],
+)
+def test_a_lost_rank_is_named_over_nccl(fault, step, extra, synthetic_dir, tmp_path):
+    extra = ["--model", "mlp", "--max-steps", 4000, "--save-every-steps", 2, *extra]
+    extra += ["--timeout", 20, "--devices", "0,1", "--nprocs", 2, "--threads", 1]
+    words = flags(synthetic_dir, tmp_path / "run", *extra)
+    altered = [sys.executable, ALTERED, "train_ddp.py", *words]
+    ended = run(*altered, timeout=150, ALTER=fault, ALTER_RANK="1", ALTER_AT=str(step))
     assert ended.returncode == 1, ended.text
     assert "rank 0 lost rank 1 (" in ended.stderr
     assert (tmp_path / "run" / "checkpoints" / "last.pt").exists()
     found = status(tmp_path / "run")
     assert (found["state"], found["ranks"]) == ("failed", [1])
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.skipif(not PRETENDED, reason="needs pretended GPUs, which count")
+@pytest.mark.parametrize(("technique", "ranks"), [("single", "0"), ("gpus", "01"), ("ddp", "01")])
+def test_a_step_never_waits_for_a_gpu(technique, ranks, synthetic_dir, tmp_path):
+    """Between two looks at the loss. A rank opens its own GPU alone, DataParallel opens both."""
+    extra = [*SHORT, "--max-steps", 45, "--devices", ",".join(ranks)]
+    words = command(technique, 2, *flags(synthetic_dir, tmp_path / "run", *extra))
+    ended = succeed(run(*through_altered(words), ALTER="watched", ALTER_AT="20:45"))
+    told = re.findall(r"rank (\d) waited (\d+) times, on GPUs (\[.*\])", ended.stdout)
+    alone = [(rank, "0", f"[{rank}]") for rank in (ranks if technique == "ddp" else "0")]
+    assert sorted(told) == ([("0", "0", "[0, 1]")] if technique == "gpus" else alone), ended.text
+
+
+# All else that trains or measures
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("name", test_minimal.SCRIPTS)
+def test_a_minimal_script_takes_the_gpus(name, short_dir, tmp_path):
+    ended = test_minimal.train(name, 2, tmp_path, "--data-dir", short_dir, "--epochs", 2)
+    assert test_minimal.result(ended)[1] > 50
+    assert b"cuda:0" in (tmp_path / "model.pt").read_bytes()
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(("gpus", "rows"), [("0", ["single"]), ("0,1", ["single", "dp", "ddp"])])
+def test_quickstart_compares_what_the_gpus_allow(gpus, rows, copy, synthetic_dir):  # noqa: F811
+    words = ["--dataset", "synthetic", "--data-dir", synthetic_dir, "--model", "linear"]
+    words += ["--max-steps", 30]
+    quickstart = copy / "scripts" / "quickstart.sh"
+    ended = run(quickstart, *words, cwd=copy, timeout=200, CUDA_VISIBLE_DEVICES=gpus)
+    told = [line.split() for line in succeed(ended).stdout.splitlines() if line.endswith(" MB")]
+    assert [row[0] for row in told] == rows
+    assert "A device is a GPU (cuda)." in ended.stdout
+
+
+@pytest.mark.gpu(2)
+def test_the_tools_work_on_gpus(synthetic_dir, tmp_path):
+    where = ["--dataset", "synthetic", "--data-dir", synthetic_dir]
+    few = ["--techniques", "ddp", "--epochs", 0.1, "--seeds", 0, "--goal", 30]
+    tools = {
+        "sweep.py": [*where, *few, "--device", "cuda", "--", "--model", "linear"],
+        "benchmark.py": [*where, "--quick", "--steps", 5, "--models", "linear"],
+        "predict.py": [tmp_path / "run", "--test", "--device", "cuda", "--data-dir", synthetic_dir],
+    }
+    words = [sys.executable, ROOT / "train_single.py", *where, "--max-steps", 5]
+    succeed(run(*words, "--run-dir", tmp_path / "run"))
+    for name, words in tools.items():
+        path = ROOT / "scripts" / "tools" / name
+        ended = succeed(run(sys.executable, path, *words, cwd=tmp_path, timeout=200))
+        assert "failed" not in ended.stdout
+    few = ["--model", "mlp", "--batch-size", 16]
+    for name, words, line in [
+        ("doctor.py", where, r"^all-reduce +ok"),
+        ("scaling.py", few, r"^DDP: predicted .* measured"),
+    ]:
+        words = torchrun(2, f"scripts/tools/{name}", *words)
+        ended = succeed(run(*[word for word in words if word != "--no-progress"]))
+        assert re.search(line, ended.stdout, re.MULTILINE)

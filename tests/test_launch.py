@@ -15,6 +15,7 @@ import torch
 
 from tests.documents import rows, section
 from tests.processes import (
+    ALTERED,
     ROOT,
     environment,
     error_line,
@@ -28,16 +29,15 @@ from tests.processes import (
     summary,
     wait_until,
 )
-from utils import config, distributed
+from utils import config
 from utils.cluster import launch as launching
-from utils.cluster import launchers
-from utils.cluster.launchers import Launch
+from utils.cluster import rank_info
 from utils.cluster.meeting import Meeting, Member
 from utils.cluster.places import Address, AgentStore
+from utils.cluster.rank_info import RankInfo
 from utils.errors import UsageError
 
 SHORT = "--dataset synthetic --model linear --max-steps 20 --threads 1 --no-progress"
-ONCE = ROOT / "tests" / "faulty.py"
 
 
 # Their tests are in test_clusters.py and test_hosts.py.
@@ -103,8 +103,7 @@ def launch(row, flags, shared, literal=True, **extra):
 
 
 def finish_all(processes, timeout):
-    begin = time.monotonic()
-    return [finish(process, timeout, begin) for process in processes]
+    return [finish(process, timeout) for process in processes]
 
 
 def error_lines(ended):
@@ -199,22 +198,6 @@ def test_what_cannot_work_is_one_line(flags, words, synthetic_dir):
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--rank 0", "--rank and --world-size go together"),
-        ("--rank 0 --world-size 2 --nprocs 2", "--nprocs numbers its processes itself"),
-        ("--init-method tcp://host", "is not env://, tcp://host:port or file:///path"),
-        ("--nprocs 2 --node-rank 1", "--node-rank 1 is not below --nnodes 1"),
-        ("--nnodes 2", "--nnodes and --node-rank go with --nprocs"),
-    ],
-)
-def test_flags_that_contradict_each_other(flags, words, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        config.parse_args("ddp", None, flags.split())
-    assert words in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("variables", "words"),
     [
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
@@ -230,7 +213,7 @@ def test_flags_that_contradict_each_other(flags, words, capsys):
 def test_variables_that_contradict_each_other(variables, words):
     args = config.build_parser("ddp", None).parse_args([])
     with pytest.raises(UsageError, match=words):
-        launchers.read_launch(args, variables)
+        rank_info.read_rank_info(args, variables)
 
 
 SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "1"}
@@ -240,34 +223,41 @@ SLURM["SLURM_STEP_NUM_TASKS"] = "4"
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({}, Launch("alone")),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, Launch("environment", 1, 2)),
+        ({}, RankInfo("alone")),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, RankInfo("environment", 1, 2)),
         (
             {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
             | {"MASTER_ADDR": "h ", "MASTER_PORT": "7", "TORCHELASTIC_RUN_ID": "none"},
-            Launch("torchrun", 1, 4, 1, 2, "h", 7),
+            RankInfo("torchrun", 1, 4, 1, 2, "h", 7),
         ),
         (
             SLURM | {"MASTER_PORT": "7", "SLURM_STEP_NODELIST": "rack[1-2]node[03-05,9],other"},
-            Launch("slurm", 3, 4, 1, None, "rack1node03", 7),
+            RankInfo("slurm", 3, 4, 1, None, "rack1node03", 7),
         ),
         (
             SLURM | {"MASTER_PORT": "7", "SLURM_STEP_NODELIST": "node7,node8"},
-            Launch("slurm", 3, 4, 1, None, "node7", 7),
+            RankInfo("slurm", 3, 4, 1, None, "node7", 7),
         ),
         # Both say a rank: by hand wins over Slurm.
-        (SLURM | {"RANK": "0", "WORLD_SIZE": "1"}, Launch("environment", 0, 1)),
+        (SLURM | {"RANK": "0", "WORLD_SIZE": "1"}, RankInfo("environment", 0, 1)),
     ],
 )
 def test_what_a_launcher_says(variables, expected):
     args = config.build_parser("ddp", None).parse_args([])
-    assert launchers.read_launch(args, variables) == expected
+    assert rank_info.read_rank_info(args, variables) == expected
+
+
+def test_two_jobs_of_slurm_on_one_host_have_ports_of_their_own():
+    """Each is step 0 of its job."""
+    args = config.build_parser("ddp", None).parse_args([])
+    jobs = [SLURM | {"SLURM_JOB_ID": str(number)} for number in range(100, 110)]
+    assert len({rank_info.read_rank_info(args, job).master_port for job in jobs}) == 10
 
 
 def test_a_variable_of_torchrun_that_is_left_in_a_shell_does_no_harm(monkeypatch):
     """Where torchrun did not start this process, its agent keeps no store."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    launches = Launch("environment", 1, 2), Launch("torchrun", 1, 2)
+    launches = RankInfo("environment", 1, 2), RankInfo("torchrun", 1, 2)
     places = [launching._meeting_place("env://", launch) for launch in launches]
     assert [type(place) for place in places] == [Address, AgentStore]
 
@@ -276,15 +266,17 @@ def test_a_variable_of_torchrun_that_is_left_in_a_shell_does_no_harm(monkeypatch
 def test_one_line_for_all_ranks_of_torchrun(wrong):
     """Also where rank 0, which has to say it, is the last to find out."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    script = ["tests/dies.py", "train_ddp.py", *wrong]
-    ended = run(*launcher, "--nproc_per_node", 2, *script, timeout=60, DIES="late")
+    script = [ALTERED, "train_ddp.py", *wrong]
+    ended = run(
+        *launcher, "--nproc_per_node", 2, *script, timeout=60, ALTER="late", ALTER_AT="start"
+    )
     assert ended.returncode == 1
     assert len(error_lines(ended)) == 1, ended.text
 
 
 def test_a_device_that_no_backend_knows():
     with pytest.raises(UsageError, match=r"use train_single\.py, or --device cpu"):
-        distributed.choose_backend("auto", torch.device("mps"))
+        launching.choose_backend("auto", torch.device("mps"))
 
 
 @pytest.mark.parametrize(("ranks", "gpus"), [(2, 2), (2, 1), (3, 2)])
@@ -292,27 +284,27 @@ def test_a_gpu_for_each_rank(ranks, gpus, monkeypatch):
     """A launcher shows each rank all GPUs of the node, or one, which is number 0 for all."""
     devices = [torch.device("cuda", index) for index in range(gpus)]
     monkeypatch.setattr(launching, "select_devices", lambda *names: devices)
-    monkeypatch.setattr(distributed, "choose_backend", lambda *names: "nccl")
+    monkeypatch.setattr(launching, "choose_backend", lambda *names: "nccl")
     own = Member(0)
     meeting = Meeting(own, ranks, own, mates=list(range(ranks)))
     monkeypatch.setattr(launching, "meet", lambda *arguments: meeting)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     args = config.parse_args("ddp", None, [])
     with pytest.raises(UsageError, match="see 2 GPUs") if ranks > gpus > 1 else nothing():
-        launching._meet(args, Launch("torchrun", 0, ranks, 0, ranks))
+        launching._meet(args, RankInfo("torchrun", 0, ranks, 0, ranks))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "how"), [("torchrun, one node", "raise"), ("torchrun, static", "kill")]
+    ("method", "how"), [("torchrun, one node", "raise"), ("torchrun, static", "SIGKILL")]
 )
 def test_torchrun_starts_all_again_after_a_crash(method, how, synthetic_dir, tmp_path, expected):
     """Ranks that start again must not meet at the addresses of the attempt before."""
-    command = row(method).command.replace("train_ddp.py", str(ONCE))
+    command = row(method).command.replace("train_ddp.py", f"{ALTERED} train_ddp.py")
     again = Row(method, command.replace("torchrun", "torchrun --max_restarts 1"), row(method).nodes)
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
-    crash = {"FAULT": how, "FAULT_RANK": "1", "FAULT_STEP": "1", "FAULT_ONCE": ""}
-    crash["FAULT_FLAG"] = str(tmp_path / "crashed")
+    crash = {"ALTER": how, "ALTER_RANK": "1", "ALTER_AT": "1", "ALTER_ONCE": ""}
+    crash["ALTER_FLAG"] = str(tmp_path / "crashed")
     for ended in finish_all(launch(again, flags, tmp_path, literal=False, **crash), 120):
         assert ended.returncode == 0, ended.text
     assert (tmp_path / "crashed").exists()
@@ -341,11 +333,9 @@ def start_waiting(synthetic_dir, *flags):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 def test_a_stop_signal_ends_the_waiting(number, synthetic_dir):
     process = start_waiting(synthetic_dir, "--rank", 0, "--world-size", 2)
-    begin = time.monotonic()
     process.send_signal(number)
-    ended = finish(process, 10, begin)
+    ended = finish(process, 60)
     assert ended.returncode == 128 + number
-    assert ended.seconds < 3
     assert f"stopped by {number.name} while waiting" in ended.stderr
 
 
@@ -368,25 +358,3 @@ def test_killing_the_parent_of_spawn_leaves_nobody(synthetic_dir):
     process.kill()
     process.communicate(timeout=10)
     assert stray_processes(wait=5.0) == []
-
-
-@pytest.mark.parametrize("name", ["run_torchrun.sh", "run_ssh.sh"])
-def test_a_dry_run_prints_command_and_ranks(name):
-    settings = {"NPROC_PER_NODE": "4", "NNODES": "3", "MASTER_ADDR": "10.0.0.1", "HOSTS": "a b c"}
-    ended = run(ROOT / "scripts" / name, "--dry-run", "--epochs", 7, **settings)
-    assert ended.returncode == 0, ended.text
-    assert "train_ddp.py" in ended.stdout or name == "run_ssh.sh"
-    assert "--epochs 7" in ended.stdout
-    table = [line.split() for line in ended.stdout.partition("\nnode ")[2].splitlines()[1:]]
-    assert [columns[-1] for columns in table] == ["0-3", "4-7", "8-11"]
-    assert run(ROOT / "scripts" / name, "--help").returncode == 0
-
-
-def test_the_launch_scripts_say_what_is_missing():
-    ended = run(ROOT / "scripts" / "run_torchrun.sh", NNODES="2")
-    assert (ended.returncode, "NNODES=2 needs MASTER_ADDR" in ended.stderr) == (2, True)
-    settings = {"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"}
-    ended = run(ROOT / "scripts" / "run_torchrun.sh", **settings)
-    assert (ended.returncode, "NODE_RANK=2 is not below NNODES=2" in ended.stderr) == (2, True)
-    ended = run(ROOT / "scripts" / "run_ssh.sh")
-    assert (ended.returncode, "set HOSTS" in ended.stderr) == (2, True)

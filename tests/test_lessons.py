@@ -1,6 +1,7 @@
 """Every lesson runs as its docstring says, and its exit status says whether its claims held."""
 
 import re
+import subprocess
 import sys
 
 import pytest
@@ -25,6 +26,13 @@ def test_no_lesson_imports_another():
         assert not {*imported} & {*LESSONS}, name
 
 
+def test_each_lesson_names_what_the_check_of_scripts_says():
+    for line in (ROOT / "scripts/check/findings.txt").read_text().splitlines()[1:]:
+        _, finding, lesson, _ = map(str.strip, line.split("|"))
+        if lesson:
+            assert f'"{finding}"' in (FOLDER / f"{lesson}.py").read_text().partition("import ")[0]
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in LESSONS]
 )
@@ -40,6 +48,19 @@ def test_a_lesson_shows_what_it_claims(name):
     for quoted in (literals for literals, lessons in symptoms() if name in lessons and literals):
         patterns = [re.escape(line).replace(r"\.\.\.", ".*") for line in quoted]
         assert any(re.search(each, finished.text) for each in patterns), (quoted, finished.text)
+
+
+def test_a_lesson_says_what_it_prints_and_one_that_breaks_something_asks_first():
+    for name in LESSONS:
+        source = (FOLDER / f"{name}.py").read_text()
+        assert source.split('"""')[1].rsplit("\n\n", 1)[-1].startswith("It prints "), name
+        assert (", ask=" in source or "\n        ask=" in source) == name.startswith("break_"), name
+    command = [sys.executable, "scripts/lessons/break_set_epoch.py", "--predict"]
+    told = subprocess.run(
+        command, cwd=ROOT, input="yes\n", capture_output=True, text=True, timeout=TIMEOUT
+    )
+    assert told.stdout.startswith("The sampler shuffles. Is the order of the second epoch")
+    assert told.stdout.endswith("\nyour guess was: yes\n")
 
 
 @pytest.mark.parametrize(

@@ -32,3 +32,13 @@ def test_resnet18_says_why_it_cannot_be_built(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision.models", None)
     with pytest.raises(UsageError, match="needs torchvision, which cannot be imported"):
         models.build_model("resnet18")
+
+
+def test_label_smoothing_is_that_of_pytorch():
+    logits, classes = torch.randn(9, 10, requires_grad=True), torch.randint(10, (9,))
+    loss, counted = models.loss_and_counts(logits, classes, 0.1)
+    expected = nn.functional.cross_entropy(logits, classes, label_smoothing=0.1)
+    torch.testing.assert_close(loss, expected)
+    gradients = [torch.autograd.grad(each, logits)[0] for each in (loss, expected)]
+    torch.testing.assert_close(*gradients)
+    assert counted["count"] == 9

@@ -86,7 +86,7 @@ def test_evaluation_sums_exactly_and_leaves_the_model_as_it_is():
     for size in (1, 7, 40):
         batches = zip(images.split(size), labels.split(size), strict=True)
         found = evaluate(model, batches, transform, Precision(CPU, "off"))
-        results.append((found.correct, found.count, pytest.approx(found.loss, rel=1e-5)))
+        results.append((found.totals["correct"], found.count, pytest.approx(found.loss, rel=1e-5)))
     assert results[0] == results[1] == results[2]
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
@@ -94,7 +94,6 @@ def test_evaluation_sums_exactly_and_leaves_the_model_as_it_is():
 def test_nothing_counted_is_not_a_number():
     metrics = Metrics(CPU)
     assert metrics.loss != metrics.loss
-    assert metrics.accuracy != metrics.accuracy
 
 
 @pytest.mark.parametrize(
@@ -102,9 +101,8 @@ def test_nothing_counted_is_not_a_number():
     [((8, 1), torch.zeros(8, 1)), ((8, 10), torch.zeros(8, 10)), ((8, 10), torch.zeros(8).int())],
 )
 def test_targets_of_another_kind_are_told(outputs, targets):
-    with pytest.raises(UsageError, match="cross-entropy takes class numbers") as caught:
-        models.loss_and_correct(torch.zeros(outputs), targets)
-    assert "\n" not in str(caught.value)
+    with pytest.raises(UsageError, match="cross-entropy takes class numbers"):
+        models.loss_and_counts(torch.zeros(outputs), targets)
 
 
 # Prints how many pages a training step of convnet asks the kernel for, on average.

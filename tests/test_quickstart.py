@@ -36,6 +36,7 @@ WRONG = [
     ("run_torchrun.sh", {"PATH": "/usr/bin:/bin", "VENV": "old"}, "Python was upgraded"),
     ("quickstart.sh", {"INSTALL": "false", "VENV": "old"}, "Python was upgraded"),
     ("test.sh", {"INSTALL": "false", "VENV": "fakes"}, "fakes exists, but is not a virtual"),
+    ("test.sh", {"INSTALL": "false", "TORCH_BACKEND": "rocm"}, "is neither cpu nor cuda"),
 ]
 
 
@@ -84,11 +85,15 @@ def test_quickstart_compares_the_three(copy, synthetic_dir):
     succeed(run(*shlex.split(line)[3:], cwd=copy))
 
 
-@pytest.mark.parametrize(("gpus", "devices"), [(0, "cpu " * 4), (1, "0"), (2, "0 0,1 0,1")])
-def test_a_gpu_is_a_device_where_there_are_some(gpus, devices, copy):
-    ended = finish(faked(copy, "quickstart.sh", "--epochs", "2", GPUS=str(gpus)), 30)
+@pytest.mark.parametrize(
+    ("gpus", "flags", "devices"),
+    [(0, [], "cpu " * 4), (1, [], "0"), (2, [], "0 0,1 0,1"), (2, ["--device", "cpu"], "cpu " * 4)],
+)
+def test_a_gpu_is_a_device_where_there_are_some(gpus, flags, devices, copy):
+    words = ["--epochs", "2", *flags]
+    ended = finish(faked(copy, "quickstart.sh", *words, GPUS=str(gpus)), 30)
     assert ended.returncode == 0, ended.text
-    trained = re.findall(r"^ran .*--devices? (\S+)", ended.stdout, re.MULTILINE)
+    trained = re.findall(r"^ran .*?--devices? (\S+)", ended.stdout, re.MULTILINE)
     assert trained == devices.split()
     assert ("so they need two" in ended.stderr) == (gpus == 1)
 
@@ -108,6 +113,18 @@ def test_only_an_environment_that_this_run_made_is_removed(install, status, is_m
     assert ended.returncode == status, ended.text
     assert ("Install python3-venv" in ended.stderr) == (status == 1)
     assert (copy / ".venv").exists() == is_mine
+
+
+@pytest.mark.parametrize(
+    ("chosen", "has_gpu", "is_small"),
+    [("", False, True), ("", True, False), ("cuda", False, False), ("cpu", True, True)],
+)
+def test_without_a_gpu_the_small_build_of_torch_is_installed(chosen, has_gpu, is_small, copy):
+    (copy / "fakes" / "nvidia-smi").write_text(f"#!/bin/sh\nexit {int(not has_gpu)}\n")
+    (copy / "fakes" / "nvidia-smi").chmod(0o755)
+    install = 'echo "from $PIP_EXTRA_INDEX_URL" >&2; false'
+    ended = finish(faked(copy, "test.sh", INSTALL=install, TORCH_BACKEND=chosen), 30)
+    assert ("/whl/cpu" in ended.stderr) == ("2 minutes, 1 GB" in ended.stderr) == is_small
 
 
 @pytest.mark.parametrize(("name", "settings", "words"), WRONG)
@@ -132,6 +149,22 @@ def test_a_dry_run_anywhere_on_the_line_starts_nothing(name, copy):
     table = [line.split() for line in told.partition("\nnode ")[2].splitlines()[1:]]
     assert [columns[-1] for columns in table] == ["0-3", "4-7", "8-11"]
     assert succeed(finish(faked(copy, name, "--epochs", "7", "--help"), 30)).stdout.startswith("Tr")
+
+
+def test_settings_reach_the_command(copy):
+    """A job's own name, how long an elastic job waits, and hosts from a file."""
+    elastic = {"NNODES": "1:4", "MASTER_ADDR": "a", "RDZV_ID": "mine", "LAST_CALL": "7"}
+    elastic["NPROC_PER_NODE"] = "1"
+    told = succeed(finish(faked(copy, "run_torchrun.sh", "--dry-run", **elastic), 30)).stdout
+    assert "--rdzv_id mine " in told
+    assert "last_call_timeout=7" in told
+    (copy / "hosts").write_text("# ours\nnode7 slots=8\n\nme@node8  # new\n")
+    hosts = {"HOSTFILE": "hosts", "NPROC_PER_NODE": "1"}
+    told = succeed(finish(faked(copy, "run_ssh.sh", "--dry-run", **hosts), 30)).stdout
+    assert re.findall(r" (\S+): cd .* NODE_RANK=(\d) MASTER_ADDR=node7", told) == [
+        ("node7", "0"),
+        ("me@node8", "1"),
+    ]
 
 
 @pytest.mark.parametrize(("usable", "processes"), [(3, "gpu"), (0, "2")])

@@ -1,17 +1,24 @@
 """The run directory: which one is taken, what is refused in one line, and full disks."""
 
+import errno
 import json
 import os
+import signal
 import sys
+from contextlib import nullcontext as nothing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.processes import (
+    ROOT,
     command,
     error_line,
     finish,
     flags,
+    free_port,
+    ranks,
     run,
     script,
     start,
@@ -23,77 +30,120 @@ from tests.processes import (
 from utils.errors import UsageError
 from utils.logger import Logger
 from utils.progress import Progress
-from utils.run_dir import open_run
-from utils.status import Status
+from utils.run_dir import Status, open_run
 
 LINEAR = ["--model", "linear", "--no-tensorboard"]
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a file system")
 
 
-def open_there(folder, resume=False):
-    return open_run(str(folder), "single", resume)
+FLAGS = {"lr": 0.1}
 
 
-def write_status(folder, **changes):
+def open_there(folder, resume=False, agents=(), **flags):
+    """Return what the run there was before, or nothing if one begins."""
+    return open_any(folder, resume, agents, **flags)[1]
+
+
+def open_any(folder=None, resume=False, agents=(), technique="single", **flags):
+    launch = {"technique": technique, "agents": agents}
+    launch["launch_id"] = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return open_run(folder and str(folder), resume, launch, FLAGS | flags)
+
+
+def write_status(folder, flags=FLAGS, **changes):
     folder.mkdir(parents=True, exist_ok=True)
-    content = {"state": "stopped", "technique": "single", "launch_id": None, **changes}
-    (folder / "status.json").write_text(json.dumps(content))
+    content = {"state": "stopped", "technique": "single", "launch_id": "none", "global_step": 7}
+    (folder / "status.json").write_text(json.dumps(content | changes))
+    (folder / "args.json").write_text(json.dumps(flags))
 
 
 def test_a_fresh_folder_is_made_and_one_with_a_run_needs_resume(tmp_path):
     folder = tmp_path / "deep" / "run"
-    assert not open_there(folder).resume
+    assert not open_there(folder)
     write_status(folder)
     with pytest.raises(UsageError, match=r"holds a run \(stopped\): continue it with --resume"):
         open_there(folder)
-    assert open_there(folder, resume=True).resume
+    assert open_there(folder, resume=True)["lr"] == 0.1
     write_status(folder, state="running")
     with pytest.raises(UsageError, match=r"holds a run \(killed\)"):
         open_there(folder)
-    write_status(folder, state="complete")
-    assert open_there(folder, resume=True).is_complete
 
 
 def test_resume_begins_in_an_empty_folder_and_in_no_folder_of_others(tmp_path, capsys):
     (tmp_path / "logs").mkdir()
     (tmp_path / "slurm-7.out").touch()
-    assert not open_there(tmp_path, resume=True).resume
+    (tmp_path / "status.json").touch()
+    before = open_there(tmp_path, resume=True)
+    assert before == {"state": "unknown"}
     assert "holds no run yet, so this one begins at step 0" in capsys.readouterr().out
     (tmp_path / "logs" / "thesis.tex").touch()
     with pytest.raises(UsageError, match=r"thesis.tex: is --run-dir misspelt"):
         open_there(tmp_path, resume=True)
     (tmp_path / "checkpoints").mkdir()
-    assert open_there(tmp_path, resume=True).resume, "checkpoints without a status are a run"
+    assert open_there(tmp_path, resume=True), "checkpoints without a status are a run"
 
 
-def test_a_launcher_that_restarts_us_continues_its_run(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 7")
-    write_status(tmp_path, launch_id="job 8")
-    with pytest.raises(UsageError, match="holds a run"):
-        open_there(tmp_path)
-    write_status(tmp_path, launch_id="job 7")
-    assert open_there(tmp_path).resume
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setenv("MASTER_PORT", "29400")
-    assert open_there(tmp_path, resume=True).launch_id.endswith(f":29400/{os.getppid()}")
-
-
-def test_without_a_folder_the_launcher_s_run_or_the_latest_is_found(tmp_path, monkeypatch):
+@pytest.mark.parametrize("state", ["running", "failed", "stopped", "complete", "unknown"])
+@pytest.mark.parametrize("same", ["name", "agent", "name and flags", "agent and flags", "flags"])
+def test_only_a_restart_of_the_same_job_goes_on_unasked(state, same, tmp_path, monkeypatch, capsys):
+    """A name that a person typed comes again, with other flags, or after the run was complete."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 7" if "name" in same else "none")
+    flags = FLAGS if "flags" in same else {"lr": 0.2}
+    write_status(tmp_path / "runs" / "a", flags, state=state, launch_id="job 7", agents=[0, 5])
     monkeypatch.chdir(tmp_path)
+    agents = [0, 4, 5] if "agent" in same else [0, 4]
+    goes_on = same == "agent and flags" or (
+        same == "name and flags" and state in ("running", "failed")
+    )
+    folder, before = open_any(agents=agents)
+    assert (folder == Path("runs/a"), bool(before)) == (goes_on, goes_on)
+    assert ("goes on at step 7" in capsys.readouterr().out) == goes_on
+    with nothing() if goes_on else pytest.raises(UsageError, match="holds a run"):
+        open_there("runs/a", agents=agents)
+
+
+def test_a_job_of_a_name_that_was_typed_before_is_a_new_job(synthetic_dir, tmp_path):
+    """And a restart of the same job is none: it says so, and goes on where it was saved."""
+    where = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{free_port()}"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *where, "--rdzv_id", "job1"]
+    flags = ["--dataset", "synthetic", "--data-dir", synthetic_dir, "--device", "cpu", *LINEAR]
+    words = [*launcher, "--nproc_per_node", 1, ROOT / "train_ddp.py", *flags, "--max-steps"]
+    for _ in range(2):
+        succeed(run(*words, 3, cwd=tmp_path))
+    first, second = (tmp_path / "runs").iterdir()
+    assert {*status(first)["agents"]} != {*status(second)["agents"]}, "each torchrun has a number"
+    assert summary(first)["weights_sha256"] == summary(second)["weights_sha256"]
+    long = [*words, 99999, "--epochs", 999, "--save-every-steps", 4]
+    process = start(*long, cwd=tmp_path)
+    wait_until(lambda: len(list((tmp_path / "runs").glob("*/checkpoints/previous.pt"))) == 1)
+    os.kill(ranks()[0], signal.SIGKILL)
+    assert finish(process, 30).returncode == 1
+    (third,) = {*(tmp_path / "runs").iterdir()} - {first, second}
+    saved = status(third)
+    assert (saved["state"], saved["global_step"] % 4) == ("running", 0)
+    assert saved["global_step"] >= 4, "the position is that of the last save"
+    process = start(*long, cwd=tmp_path)
+    line = next(line for line in process.stdout if not line.startswith("[Gloo]"))  # torch 2.9
+    os.killpg(process.pid, signal.SIGTERM)
+    finish(process, 30)
+    assert f"{third.name} (killed) goes on at step {saved['global_step']}, since this job" in line
+    assert "to begin anew, take another --run-dir" in line
+
+
+def test_without_a_folder_the_latest_run_is_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for foreign in ("", "[]", '{"state": 7}'):
+        (tmp_path / "runs" / f"of others {foreign}").mkdir(parents=True)
+        (tmp_path / "runs" / f"of others {foreign}" / "status.json").write_text(foreign)
     with pytest.raises(UsageError, match=r"no run of train_single\.py below runs/"):
-        open_run(None, "single", True)
-    runs = {"b": {}, "a": {"technique": "dp"}, "c": {"launch_id": "job 7"}}
-    for age, (name, details) in enumerate(runs.items()):
-        write_status(Path("runs") / name, **details)
+        open_any(resume=True)
+    for age, (name, technique) in enumerate({"b": "single", "a": "dp", "c": "single"}.items()):
+        write_status(Path("runs") / name, technique=technique)
         os.utime(Path("runs") / name / "status.json", (age, age))
-    assert open_run(None, "single", True).path == Path("runs/c")
-    assert open_run(None, "dp", True).path == Path("runs/a")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 7")
-    assert open_run(None, "single", False).path == Path("runs/c")
-    assert not open_run(None, "ddp", False).resume
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    first, second = (open_run(None, "single", False) for _ in range(2))
-    assert first.path != second.path
+    assert open_any(resume=True)[0] == Path("runs/c")
+    assert open_any(resume=True, technique="dp")[0] == Path("runs/a")
+    first, second = (open_any()[0] for _ in range(2))
+    assert first != second
 
 
 @pytest.mark.parametrize(
@@ -107,15 +157,16 @@ def test_without_a_folder_the_launcher_s_run_or_the_latest_is_found(tmp_path, mo
 def test_a_folder_that_cannot_be_one(name, reason, tmp_path):
     (tmp_path / "file").touch()
     for resume in (False, True):
-        with pytest.raises(UsageError, match=reason) as error:
+        with pytest.raises(UsageError, match=reason):
             open_there(f"{tmp_path}/{name}", resume)
-        assert "\n" not in str(error.value)
 
 
 def test_the_lock_ends_with_its_process_and_not_with_its_children(tmp_path):
     """A loader worker that outlives a killed run does not keep others out."""
     code = "import os, sys, time; from utils.run_dir import open_run\n"
-    code += "open_run(sys.argv[1], 'single', False)\n"
+    code += (
+        "open_run(sys.argv[1], False, {'technique': '', 'launch_id': 'none', 'agents': []}, {})\n"
+    )
     code += "if not os.fork(): time.sleep(60)\nprint('locked', flush=True)\ntime.sleep(60)\n"
     holder = start(sys.executable, "-c", code, tmp_path)
     try:
@@ -130,28 +181,51 @@ def test_the_lock_ends_with_its_process_and_not_with_its_children(tmp_path):
         holder.communicate(timeout=10)
 
 
+CONTINUE = "--run-dir runs/a --resume"
+PYTHON = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+TORCHRUN = PYTHON | {"TORCHELASTIC_RUN_ID": "none"}
+WORDS = "the same launch as before, with"
+
+
 @pytest.mark.parametrize(
-    ("words", "left"),
+    ("words", "technique", "variables", "command"),
     [
-        ("--epochs 3 --init-weights a.pt --seed 1", "--epochs 3 --seed 1"),
-        ("--init-weights=a.pt --resume --run-dir x", ""),
-        ("--run-dir=x --lr 0.1", "--lr 0.1"),
+        ("--epochs 3 --init-weights a.pt --seed 1", "dp", {}, "python x.py --epochs 3 --seed 1"),
+        ("--init-weights=a.pt --resume --run-dir x", "single", {}, "python x.py"),
+        ("--run-dir=x --lr 0.1", "ddp", {"WORLD_SIZE": "1"}, "python x.py --lr 0.1"),
+        ("--nprocs 2", "ddp", PYTHON, "python x.py --nprocs 2"),
+        ("", "ddp", TORCHRUN, "torchrun --standalone --nproc_per_node 2 x.py"),
+        ("", "ddp", TORCHRUN | {"WORLD_SIZE": "4"}, WORDS),  # several hosts
+        ("--nprocs 2", "ddp", PYTHON | {"WORLD_SIZE": "4"}, WORDS),
+        ("", "ddp", PYTHON, WORDS),  # srun, mpirun, variables by hand
     ],
 )
-def test_the_command_that_continues_runs_as_printed(words, left, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train_single.py", *words.split()])
-    printed = Status(tmp_path, "single", None, Progress(100, 10, 3)).continue_command()
-    begin = f"python train_single.py {left}".strip()
-    assert printed == f"{begin} --run-dir {tmp_path} --resume"
+def test_how_to_continue_is_right_as_printed(words, technique, variables, command, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["x.py", *words.split()])
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    status = Status(Path("runs/a"), {"technique": technique}, Progress(100, 10, 3))
+    assert status.how_to_continue() == f"{command} {CONTINUE}"
 
 
 def test_metrics_keep_the_complete_rows_up_to_the_checkpoint(tmp_path):
     rows = [json.dumps({"epoch": epoch, "global_step": 10 * epoch}) for epoch in (1, 2, 3)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join([*rows, '{"epo']))
+    foreign = ["", "null", "a note", '{"epoch": "two"}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*foreign, *rows, '{"epo']))
     progress = Progress(100, 10, 3)
     progress.epoch, progress.global_step = 2, 20
     Logger(tmp_path, progress, is_main=True, tensorboard=False, show_bar=False).close()
-    assert (tmp_path / "metrics.jsonl").read_text() == f"{rows[0]}\n{rows[1]}\n"
+    assert (tmp_path / "metrics.jsonl").read_text() == "\n".join([*foreign, *rows[:2], ""])
+
+
+def test_tensorboard_on_a_full_disk_does_not_hide_how_the_run_ended(tmp_path, capsys):
+    def close():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    logger = Logger(tmp_path, Progress(100, 10, 3), True, tensorboard=False, show_bar=False)
+    logger.writer = SimpleNamespace(close=close)
+    logger.close()
+    assert "events are cut off (No space left on device)" in capsys.readouterr().err
 
 
 def test_a_start_that_fails_leaves_no_run_that_looks_killed(synthetic_dir, tmp_path):
@@ -159,6 +233,21 @@ def test_a_start_that_fails_leaves_no_run_that_looks_killed(synthetic_dir, tmp_p
     words = script("train_single.py", *flags(synthetic_dir, tmp_path, *LINEAR))
     assert "metrics.jsonl: Is a directory" in error_line(run(*words), 1)
     assert not (tmp_path / "status.json").exists()
+
+
+def test_a_resume_says_what_is_other_than_before(short_dir, tmp_path):
+    words = script("train_single.py", *flags(short_dir, tmp_path / "run", *LINEAR), "--batch-size")
+    said = succeed(run(*words, 96, "--epochs", 6, "--max-steps", 15)).stdout
+    assert "note " not in said
+    said = succeed(run(*words, 48, "--epochs", 3, "--max-steps", 50, "--resume")).stdout
+    note = "--batch-size 48, was 96; --epochs 3, was 6; --max-steps 50, was 15;"
+    for part in (*note.split("; "), "global-batch-size 48, was 96", "peak-rate 0.05, was 0.1"):
+        assert part in said, said
+    assert "the run ends sooner" not in said, "2,400 images, and 1,440 before"
+    said = succeed(run(*words, 1900, "--epochs", 1, "--resume")).stdout
+    assert "is complete: nothing to resume (raise --epochs; " in said
+    for part in ("global-batch-size 1900, was 48", "images 1920, was 2400", "the run ends sooner"):
+        assert part in said, said
 
 
 # Disks

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, Dataset
 
 from tests.processes import (
+    ROOT,
     command,
     error_line,
     final_state,
@@ -26,7 +28,7 @@ from tests.processes import (
     status,
     succeed,
     summary,
-    through,
+    through_altered,
     wait_until,
 )
 from utils import errors
@@ -74,9 +76,8 @@ def test_a_stop_request_saves_and_ends_soon(technique, target, number, short_dir
     words = command(technique, 2, *flags(short_dir, folder, *LONG, "--num-workers", 2))
     process = start(*words)
     wait_until(is_saved(folder))
-    begin = time.monotonic()
     send(process, target, number)
-    ended = finish(process, timeout=60, since=begin)
+    ended = finish(process, timeout=60)
     told = status(folder)
     assert (told["state"], told["signal"]) == ("stopped", number.name), ended.text
     if technique != "ddp":  # torchrun's own status is 0 or 1
@@ -97,6 +98,7 @@ def test_a_stop_request_saves_and_ends_soon(technique, target, number, short_dir
     [("single", "launcher"), pytest.param("spawn", "every process", marks=SLOW)],
 )
 def test_a_second_ctrl_c_ends_at_once(technique, target, synthetic_dir, tmp_path):
+    interrupted = "interrupted by a second Ctrl-C"
     # The first step takes many seconds, most of it in one call; so does DDP's warm-up.
     size = {"single": 20000, "spawn": 3000}[technique]
     extra = [*LONG, "--model", "basic", "--num-workers", 1, "--batch-size", size]
@@ -105,12 +107,12 @@ def test_a_second_ctrl_c_ends_at_once(technique, target, synthetic_dir, tmp_path
     time.sleep(1.0)
     send(process, target, signal.SIGINT)
     time.sleep(1.5)
-    begin = time.monotonic()
     send(process, target, signal.SIGINT)
-    ended = finish(process, timeout=20, since=begin)
-    assert error_line(ended, 130) == f"train_{name_of(technique)}.py: interrupted\n"
+    ended = finish(process, timeout=20)
+    line = f"train_{name_of(technique)}.py: error: {interrupted}\n"
+    assert error_line(ended, 130) == line
     told = status(tmp_path / "run")
-    assert (told["state"], told["reason"]) == ("failed", "interrupted by a second Ctrl-C")
+    assert (told["state"], told["reason"]) == ("failed", f"Interrupted: {interrupted}")
 
 
 def torch_is_being_loaded(pid):
@@ -147,6 +149,16 @@ INSTALL = "import os, signal, time; from utils import signals; signals.install_h
 INSTALL += "def kill(name): os.kill(os.getpid(), getattr(signal, name)); time.sleep(0.1)\n"
 
 
+NOHUP = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+
+
+@pytest.mark.parametrize(("before", "heard"), [("", int(signal.SIGHUP)), (NOHUP, 0)])
+def test_a_terminal_that_closes_stops_a_run_unless_nohup_started_it(before, heard):
+    code = f"{before}{INSTALL}kill('SIGHUP'); print(signals.received())"
+    hung_up = run(sys.executable, "-c", code)
+    assert (hung_up.returncode, hung_up.stdout) == (0, f"{heard}\n")
+
+
 def test_of_a_burst_the_first_signal_counts():
     burst = "kill('SIGTERM'); kill('SIGUSR1'); kill('SIGINT'); print(signals.received())"
     assert run(sys.executable, "-c", INSTALL + burst).stdout == f"{signal.SIGTERM}\n"
@@ -155,17 +167,17 @@ def test_of_a_burst_the_first_signal_counts():
 @pytest.mark.parametrize(
     ("last_words", "said"),
     [
-        ("lambda: os.write(1, b'said')", "said"),
-        ("lambda: time.sleep(600)", ""),
-        ("lambda: 1 / 0", ""),
+        ("lambda error: os.write(1, b'said')", "said"),
+        ("lambda error: time.sleep(600)", ""),
+        ("lambda error: 1 / 0", ""),
     ],
 )
 def test_last_words_end_in_time(last_words, said):
     """The main thread waits for something that never comes, as in a collective."""
-    code = f"{INSTALL}signals.before_interrupt({last_words})\n"
+    code = f"{INSTALL}signals.before_end({last_words})\n"
     code += "kill('SIGINT'); kill('SIGINT'); time.sleep(1.2); kill('SIGINT'); time.sleep(600)"
     ended = run(sys.executable, "-c", code)
-    assert error_line(ended, 130) == "-c: interrupted\n"
+    assert error_line(ended, 130) == "-c: error: interrupted by a second Ctrl-C\n"
     assert ended.stdout == said
 
 
@@ -183,7 +195,7 @@ def test_last_words_end_in_time(last_words, said):
     ],
 )
 def test_a_killed_run_ends_as_if_undisturbed(technique, processes, number, short_dir, tmp_path):
-    """To the bit: stopped or killed at a random moment, in one rank, and resumed."""
+    """To the bit: stopped or killed at a moment that is drawn, in one rank, and resumed."""
     # With dropout DataParallel does not repeat itself: its replicas share a generator.
     model = ["--model", "convnet" if technique == "dp" else "basic"]
     model += ["--bucket-cap-mb", 0.25] if technique == "ddp" else []
@@ -192,18 +204,41 @@ def test_a_killed_run_ends_as_if_undisturbed(technique, processes, number, short
         for name in ("calm", "disturbed")
     )
     succeed(run(*calm, timeout=200))
-    folder, seed = tmp_path / "disturbed", random.randrange(2**32)
-    print(f"random.seed({seed})")
-    random.seed(seed)
-    process = start(*disturbed)
-    wait_until(is_saved(folder), 150)
-    time.sleep(random.uniform(0, 1.0))
-    victims = list(ranks().values())  # none are left if it has ended already
-    if victims:
-        os.kill(random.choice(victims), number)
-    if finish(process, timeout=150).returncode:
-        succeed(run(*disturbed, "--resume", timeout=200))
-    assert final_state(folder) == final_state(tmp_path / "calm")
+    draw, ranks = random.Random(f"{technique} {processes}"), processes if technique == "ddp" else 1
+    how = {"ALTER": number.name, "ALTER_RANK": str(draw.randrange(ranks))}
+    how |= {"ALTER_AT": str(draw.randint(3, 8)), "ALTER_DELAY": str(draw.uniform(0.001, 0.02))}
+    ended = run(*through_altered(disturbed), timeout=150, **how)
+    assert status(tmp_path / "disturbed")["state"] != "complete", f"nothing was killed: {ended}"
+    succeed(run(*disturbed, "--resume", timeout=200))
+    assert final_state(tmp_path / "disturbed") == final_state(tmp_path / "calm")
+
+
+def test_ranks_without_a_shared_disk_resume_what_rank_0_reads(short_dir, tmp_path):
+    """No other rank finds a checkpoint, and the run ends as one that was not stopped."""
+    for name, steps in (("calm", 8), ("stopped", 4)):
+        words = flags(short_dir, tmp_path / name, "--model", "mlp", "--timeout", 20, "--max-steps")
+        words = command("spawn", 2, *words)
+        succeed(run(*words, steps))
+    succeed(run(*through_altered(words), 8, "--resume", ALTER="empty"))
+    assert final_state(tmp_path / "stopped") == final_state(tmp_path / "calm")
+
+
+def test_a_curve_that_failed_beyond_a_save_has_each_step_once(synthetic_dir, tmp_path):
+    words = script("train_single.py", *flags(synthetic_dir, tmp_path, *FEW, "--log-every", 1))
+    assert run(*through_altered(words), ALTER="raise", ALTER_AT="5").returncode == 1
+    succeed(run(*words, "--resume"))
+    curve = EventAccumulator(str(tmp_path)).Reload().Scalars("step/learning_rate")
+    assert [event.step for event in curve] == [96 * step for step in range(1, 7)]
+
+
+def test_a_rank_that_is_asked_to_stop_starts_no_other_attempt(short_dir, tmp_path):
+    """Slurm, or a spot machine, sends SIGTERM; torchrun would take another status for a crash."""
+    words = through_altered(command("ddp", 2, *flags(short_dir, tmp_path / "run", *FEW)))
+    at = words.index("--standalone")
+    words[at:at] = ["--max-restarts", 1]
+    ended = succeed(run(*words, ALTER="SIGTERM", ALTER_RANK="1", ALTER_AT="4"))
+    assert ended.stdout.count("stopped by SIGTERM at step ") == 1
+    assert (ended.stdout.count("epoch   loss"), status(tmp_path / "run")["state"]) == (1, "stopped")
 
 
 @pytest.mark.parametrize("technique", ["single", pytest.param("ddp", marks=SLOW)])
@@ -212,7 +247,8 @@ def test_a_run_that_was_killed_before_its_summary_keeps_its_metrics(
 ):
     """All is evaluated and saved; the epoch, which --max-steps cut short, has not ended."""
     words = script(f"train_{technique}.py", *flags(synthetic_dir, tmp_path / "run", *FEW))
-    assert run(*through("dies.py", words), DIES="summary").returncode == -signal.SIGKILL
+    killed = run(*through_altered(words), ALTER="SIGKILL", ALTER_AT="results")
+    assert killed.returncode == -signal.SIGKILL
     before = metrics(tmp_path / "run")
     succeed(run(*words, "--resume"))
     assert metrics(tmp_path / "run") == before
@@ -232,6 +268,46 @@ def test_stopped_at_the_very_last_step_the_evaluation_is_owed(synthetic_dir, tmp
     assert len(metrics(tmp_path / "run")) == 1
 
 
+def test_a_signal_in_the_last_step_stops_before_the_evaluation(synthetic_dir, tmp_path):
+    """Ranks agree one step late, and after the last step there is none to agree in."""
+    words = command("spawn", 2, *flags(synthetic_dir, tmp_path / "run", *FEW))
+    stopped = run(*through_altered(words), ALTER="SIGTERM", ALTER_AT="5")
+    assert stopped.returncode == 143, stopped.text
+    assert status(tmp_path / "run")["state"] == "stopped"
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    succeed(run(*words, "--resume"))
+    assert summary(tmp_path / "run")["test_count"] == 10_000
+
+
+STUCK = """
+import os, sys, time
+import data, train_single
+collate, calls = data.collate, []
+def stick(batch):
+    calls.append(data.get_worker_info())
+    if calls.count(None) + 5 < len(calls):
+        open(os.environ["FLAG"], "w")
+        time.sleep(600)
+    return collate(batch)
+data.collate, data.BATCH_TIMEOUT = stick, 0.5
+sys.exit(train_single.main())
+"""
+
+
+def test_a_stop_while_the_loader_is_stuck_keeps_the_steps(synthetic_dir, tmp_path):
+    (tmp_path / "stuck.py").write_text(STUCK)
+    extra = ["--model", "linear", "--threads", 1, "--num-workers", 1]
+    words = [tmp_path / "stuck.py", *flags(synthetic_dir, tmp_path / "run", *extra)]
+    flag = tmp_path / "flag"
+    process = start(sys.executable, *words, PYTHONPATH=str(ROOT), FLAG=str(flag))
+    wait_until(flag.exists)
+    time.sleep(2.0)  # what is left of five steps
+    process.terminate()
+    assert finish(process, 30).returncode == 143
+    found = status(tmp_path / "run")
+    assert (found["state"], found["global_step"]) == ("stopped", 5)
+
+
 # Failures
 
 
@@ -239,7 +315,7 @@ def test_stopped_at_the_very_last_step_the_evaluation_is_owed(synthetic_dir, tmp
 def test_an_exception_ends_the_run_although_loader_workers_live(technique, synthetic_dir, tmp_path):
     extra = ["--model", "linear", "--num-workers", 2]
     words = script(f"train_{technique}.py", *flags(synthetic_dir, tmp_path / "run", *extra))
-    ended = run(*through("dies.py", words), DIES="forward")
+    ended = run(*through_altered(words), ALTER="raise", ALTER_AT="4")
     assert ended.returncode == 1
     assert "ArithmeticError: wrong on purpose" in ended.stderr
     told = status(tmp_path / "run")
@@ -258,6 +334,31 @@ def test_a_loader_worker_that_is_killed_ends_the_run_with_one_line(synthetic_dir
     assert "a loader worker died" in status(tmp_path / "run")["reason"]
 
 
+ORPHANS = """
+import os, signal, sys, time
+from torch.utils.data import DataLoader
+import data
+class Slow(list):
+    def __getitem__(self, index):
+        os.write(1, b"x")
+        time.sleep(600)
+if __name__ == "__main__":
+    options = {"worker_init_fn": data.tie_to_parent, "multiprocessing_context": sys.argv[1]}
+    workers = iter(DataLoader(Slow([1, 2]), num_workers=2, **options))
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=SLOW)])
+def test_loader_workers_die_with_their_training_process(method, tmp_path):
+    """Also where it is killed while they load, and ignore all that would stop them."""
+    (tmp_path / "orphans.py").write_text(ORPHANS)
+    process = start(sys.executable, tmp_path / "orphans.py", method, PYTHONPATH=str(ROOT))
+    assert process.stdout.read(2) == "xx"
+    process.kill()
+    process.communicate(timeout=5)  # the workers hold its output, too
+
+
 def test_a_lost_connection_is_not_taken_for_a_dead_loader_worker():
     class Remote(Dataset):
         def __getitem__(self, index):
@@ -272,21 +373,21 @@ def test_a_lost_connection_is_not_taken_for_a_dead_loader_worker():
 
 
 @pytest.mark.parametrize(
-    ("how", "technique"),
-    [("test", "single"), ("nan", "ddp"), pytest.param("nan", "dp", marks=SLOW)],
+    ("when", "technique"),
+    [("evaluate", "single"), ("4", "ddp"), pytest.param("4", "dp", marks=SLOW)],
 )
-def test_what_is_not_finite_is_never_saved(how, technique, synthetic_dir, tmp_path):
+def test_what_is_not_finite_is_never_saved(when, technique, synthetic_dir, tmp_path):
     """Neither a loss of training nor one of the evaluation; what was saved before is whole."""
     folder = tmp_path / "run"
     words = script(f"train_{technique}.py", *flags(synthetic_dir, folder, *FEW))
     words[words.index(3)] = 2
-    ended = run(*through("dies.py", words), DIES=how)
+    ended = run(*through_altered(words), ALTER="nan", ALTER_AT=when)
     assert "the loss is nan" in error_line(ended, 1)
     assert status(folder)["state"] == "failed"
     assert not (folder / "summary.json").exists()
     resumed = succeed(run(*words, "--resume"))
-    # DP's replicas, and DDP's warm-up, count as forwards: the fifth comes sooner.
-    assert f"resumed at step {2 if how == 'nan' else 6}" in resumed.stdout
+    assert f"resumed at step {4 if when == '4' else 6}" in resumed.stdout
+    assert "it has diverged: if the loss stays high, put previous.pt" in resumed.stdout
     assert summary(folder)["test_count"] == 10_000
 
 

@@ -1,0 +1,189 @@
+"""Each recipe of docs/recipes.md runs as it is printed, and does what it says."""
+
+import json
+import re
+import runpy
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import data
+from tests.documents import Block, commands_of, fences
+from tests.processes import ROOT, metrics, run, shell_line, status, succeed, summary
+from tests.test_commands import apply
+
+TEXT = (ROOT / "docs" / "recipes.md").read_text()
+RECIPES = dict(part.split("\n", 1) for part in TEXT.split("\n## ")[1:])
+NEW = {"python": r"^ *[^\s#].*", "diff": r"^\+ *\S.*", "bash": "(?!)"}  # lines of code in a block
+QUIET = "--threads 1 --no-progress --no-tensorboard"
+TRACKER = """import json
+
+def log(values, step=None):
+    with open("tracked.jsonl", "a") as file:
+        print(json.dumps([values, step]), file=file)
+
+def init(**given):
+    log(given["id"])
+"""
+
+
+def blocks(title):
+    return [Block(token.info, token.content) for token in fences(RECIPES[title])]
+
+
+@pytest.fixture
+def kitchen(short_dir, tmp_path):
+    """A copy of the project, in which ``follow`` does what a recipe says."""
+
+    def give(title, *flags):
+        """Give a recipe's commands. The last one trains in runs/here, if it trains."""
+        for command in (command for block in blocks(title) for command in commands_of(block)):
+            line = f"{command} {' '.join(flags)}"
+            if re.search(r"train_\w+\.py", line):
+                line += f" {QUIET}" + " --run-dir runs/here" * ("--run-dir" not in line)
+            if here.exists() and "--resume" not in line:
+                shutil.rmtree(here)
+            words, variables = shell_line(line)
+            ended = succeed(run(*words, cwd=tmp_path, timeout=120, **variables))
+        return ended
+
+    def follow(title, *flags):
+        for block in blocks(title):
+            if name := re.match(r"# (my_\w+\.py)\n", block.text):
+                (tmp_path / name[1]).write_text(block.text)
+            elif block.language == "diff":
+                apply(block.text, tmp_path)
+        return give(title, *flags)
+
+    here = tmp_path / "runs" / "here"
+    leave = shutil.ignore_patterns(".*", "runs", "data", "__pycache__", "tests", "docs")
+    shutil.copytree(ROOT, tmp_path, ignore=leave, dirs_exist_ok=True)
+    (tmp_path / "data").symlink_to(short_dir)
+    return SimpleNamespace(folder=tmp_path, here=here, give=give, follow=follow)
+
+
+def last(run_dir):
+    return torch.load(run_dir / "checkpoints" / "last.pt")
+
+
+def test_each_recipe_is_short_and_tested():
+    assert len(RECIPES) == 12
+    tested = (ROOT / "tests" / "test_recipes.py").read_text()
+    for title in RECIPES:
+        code = [re.findall(NEW[b.language], b.text, re.MULTILINE) for b in blocks(title)]
+        assert sum(map(len, code)) <= 15, (title, code)
+        assert f'"{title}"' in tested, title
+
+
+def test_a_metric(kitchen):
+    kitchen.follow("A metric of your own", "--max-steps 8")
+    found = summary(kitchen.here)
+    assert found["test_accuracy"] < found["test_top3"] < 1
+    assert metrics(kitchen.here)[-1]["test_top3"] == found["test_top3"]
+
+
+@pytest.mark.slow
+def test_early_stopping(kitchen):
+    """With a rate of nothing the first loss is the best. A resume trains nothing."""
+    title, flags = "Early stopping, and the best checkpoint", "--model linear --lr 1e-12"
+    kitchen.follow(title, flags)
+    for _ in range(2):
+        assert (summary(kitchen.here)["epochs"], status(kitchen.here)["state"]) == (3, "complete")
+        best = torch.load(kitchen.here / "best.pt")
+        assert best["progress"]["epoch"] == 1
+        kitchen.give(title, flags, "--resume")
+
+
+@pytest.mark.slow
+def test_a_folder_of_images(kitchen, short_dir):
+    image = pytest.importorskip("PIL.Image", reason="needs Pillow")
+    pytest.importorskip("torchvision", reason="needs torchvision")
+    sets = data.load_dataset("synthetic", str(short_dir))
+    for part, digits in zip(("train", "test"), sets, strict=True):
+        for number in range(480):
+            pixels, label = digits[number]
+            path = kitchen.folder / "pictures" / part / str(int(label)) / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            image.fromarray(pixels.numpy()).resize((40, 40)).save(path)
+    kitchen.follow("A folder of images", "--epochs 6", "--batch-size 24")
+    assert summary(kitchen.here)["test_count"] == 480
+    assert summary(kitchen.here)["test_accuracy"] > 0.5
+
+
+@pytest.mark.slow
+def test_weights(kitchen):
+    kitchen.follow("Weights for the samples", "--epochs 2")
+    assert summary(kitchen.here)["test_accuracy"] > 0.8
+
+
+@pytest.mark.slow
+def test_a_stream(kitchen):
+    ended = kitchen.follow("An IterableDataset", "--epochs 2")
+    assert re.search(r"^epoch 2: loss \d\.\d+, [89]\d\.\d+% of 500$", ended.stdout, re.MULTILINE)
+    stream = runpy.run_path(str(kitchen.folder / "my_stream.py"))["Stream"]
+    loaders = [DataLoader(stream(range(14), rank, 2), 1, num_workers=2) for rank in range(2)]
+    shares = [[int(batch) for batch in loader] for loader in loaders]
+    assert [sorted(share) for share in shares] == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]
+
+
+@pytest.mark.slow
+def test_an_average_of_the_weights(kitchen):
+    kitchen.follow("An average of the weights", "--epochs 4", "--batch-size 16")
+    assert summary(kitchen.here)["test_accuracy"] > 0.8
+    saved = last(kitchen.here)
+    ema, weights = saved["extra"]["ema"], saved["model"]
+    assert {name.removeprefix("module.") for name in ema} - {"n_averaged"} == {*weights}
+    assert not ema["module.classifier.bias"].equal(weights["classifier.bias"])
+
+
+def test_a_tracker_logs_once_on_rank_0(kitchen):
+    (kitchen.folder / "wandb.py").write_text(TRACKER)
+    kitchen.follow("Weights & Biases or MLflow", "--epochs 2")
+    first, *rows = map(json.loads, (kitchen.folder / "tracked.jsonl").read_text().splitlines())
+    assert first == ["here", None]
+    assert [step for _, step in rows] == [1920, 3840]
+    assert rows[-1][0]["accuracy"] == summary(kitchen.here)["test_accuracy"]
+
+
+@pytest.mark.slow
+def test_inference(kitchen):
+    ended = kitchen.follow("Inference in a script of its own")
+    found, labels = map(json.loads, re.findall(r"\[.*?\]", ended.stdout))
+    assert sum(a == b for a, b in zip(found, labels, strict=True)) >= 3
+
+
+@pytest.mark.slow
+def test_frozen_layers(kitchen):
+    ended = kitchen.follow("Frozen layers")
+    assert "running statistics" not in ended.stdout
+    before, after = (last(kitchen.folder / "runs" / name)["model"] for name in ("digits", "here"))
+    changed = {name.partition(".")[0] for name in before if not before[name].equal(after[name])}
+    assert changed == {"classifier"}
+
+
+@pytest.mark.slow
+def test_adamw(kitchen):
+    kitchen.follow("AdamW with groups", "--epochs 2")
+    assert summary(kitchen.here)["test_accuracy"] > 0.8
+    assert last(kitchen.here)["identity"]["optimizer"] == "AdamW"
+
+
+@pytest.mark.slow
+def test_some_gpus(kitchen):
+    """Without GPUs the variable hides none, and two processes or replicas stand for two."""
+    title = "Only some GPUs"
+    lines = RECIPES[title].replace("node gpu", "node 2").replace("--devices 0,2", "--replicas 2")
+    RECIPES[title] = lines
+    kitchen.give(title, "--dataset synthetic", "--max-steps 2", "--device cpu")
+    assert summary(kitchen.here)["num_devices"] == 2
+
+
+def test_spawn(kitchen):
+    """The ranks' gradients are 0 and 2."""
+    ended = kitchen.follow("mp.spawn")
+    mean = [[1.0] * 4]
+    for rank in range(2):  # whose lines may mix
+        assert f"rank {rank}: {mean}" in ended.stdout
