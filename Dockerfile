@@ -1,13 +1,15 @@
-# The image that scripts/kubernetes/trainjob.yaml starts: PyTorch's own with CUDA, and the project.
+# The image that scripts/kubernetes/trainjob.yaml starts: a plain Python, PyTorch with the CUDA that it
+# brings, and the project.
 #
 #   docker build -t mnist-data-parallel .
 #   docker run --gpus all --shm-size 1g -v "$PWD/runs:/project/runs" mnist-data-parallel
-FROM pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime
+FROM python:3.13-slim
+# Which parts of the host's driver the container sees: those for computing, and nvidia-smi.
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 WORKDIR /project
+# The image has no C compiler: add one (apt-get install gcc) for --compile.
 COPY requirements.txt ./
-# The image's Python may belong to a distribution, which pip would refuse. The image has no C compiler:
-# add one (apt-get install gcc) for --compile.
-RUN PIP_BREAK_SYSTEM_PACKAGES=1 pip install --no-cache-dir -r requirements.txt
+RUN pip install --no-cache-dir -r requirements.txt
 COPY *.py ./
 COPY utils utils
 COPY scripts scripts
