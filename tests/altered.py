@@ -2,11 +2,14 @@
 
     ALTER=SIGSTOP ALTER_RANK=1 ALTER_AT=7 torchrun ... tests/altered.py train_ddp.py --max-steps 9
 
-SIGKILL and other signals, raise, leave, nan, late: what goes wrong in the rank ALTER_RANK, or 0,
-at ALTER_AT: after so many steps, or before ``start``, ``data`` (is loaded), ``group`` (is made),
+SIGKILL and other signals, raise, leave, nan, late, hang: what goes wrong in the rank ALTER_RANK, or
+0, at ALTER_AT: after so many steps, or before ``start``, ``data`` (is loaded), ``group`` (is made),
 ``loss`` (is computed), ``evaluate`` or ``results`` (are written). A signal comes ALTER_DELAY
-seconds later. ALTER_FLAG is a file that is made at that moment; with ALTER_ONCE nothing goes wrong
-where the file is. The rank ALTER_BUSY computes for six seconds then.
+seconds later, and within the next step. ALTER_FLAG is a file that is made at that moment, and each
+other rank makes one with its number; with ALTER_ONCE nothing goes wrong where the file is. The rank
+ALTER_BUSY computes for six seconds then.
+
+stuck: after five batches the rank's loader worker gives no more.
 
 watched: under pretended GPUs each rank prints how often it waited for one between two steps, as in
 20:45, and which of them it has opened.
@@ -50,7 +53,7 @@ HOW, AT = os.environ.get("ALTER", ""), os.environ.get("ALTER_AT", "")
 # changes. State has more to save than weights.
 TASKS = {"colour100": 100, "folder": 4, "grey20": 20, "regression": 0}
 TASKS |= dict.fromkeys(("depth", "uneven", "overflow", "queue", "state"), 10)
-steps, dtype, waits = 0, None, []
+steps, dtype, waits, timers, batches = 0, None, [], [], []
 
 
 # What goes wrong
@@ -66,15 +69,16 @@ def go_wrong(when):
         return
     if "ALTER_BUSY" in os.environ and is_chosen("ALTER_BUSY"):
         time.sleep(6)
+    flag = Path(os.environ.get("ALTER_FLAG", os.devnull))
     if not is_chosen():
+        if "ALTER_FLAG" in os.environ:
+            flag.with_suffix(f".{os.environ['RANK']}").touch()
         return
     if when == "data":
         time.sleep(1.0)  # others may still ask rank 0's store whether all are there
-    if "ALTER_FLAG" in os.environ:
-        flag = Path(os.environ["ALTER_FLAG"])
-        if "ALTER_ONCE" in os.environ and flag.exists():
-            return
-        flag.write_text(str(os.getpid()))
+    if "ALTER_ONCE" in os.environ and flag.exists():
+        return
+    flag.write_text(str(os.getpid()))
     if HOW == "late":
         time.sleep(3.0)
     if HOW == "raise":
@@ -87,12 +91,19 @@ def go_wrong(when):
         number, seconds = getattr(signal, HOW), float(os.environ.get("ALTER_DELAY", 0))
         if not seconds:
             return os.kill(os.getpid(), number)
-        threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
+        timers.append(threading.Timer(seconds, os.kill, (os.getpid(), number)))
+        timers[0].start()
+    if HOW == "hang":  # in C, as in a collective: Python calls no handler
+        library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+        library.pthread_mutex_lock(mutex)
+        library.pthread_mutex_lock(mutex)
 
 
 def after_step(self):
     global steps
     steps += 1
+    for timer in timers:
+        timer.join()
     for average in self.extra.values():
         average.update_parameters(self.model)
     go_wrong(str(steps))
@@ -136,6 +147,13 @@ def load_other(*args):
     if is_chosen() and HOW == "batches":
         train = data.ImageSet(train.images[:-500], train.labels[:-500])
     return train, test
+
+
+def stick(batch):
+    batches.append(data.get_worker_info())
+    if is_chosen() and sum(map(bool, batches)) > 5:
+        time.sleep(600)
+    return collate(batch)
 
 
 class OtherConvNet(models.ConvNet):
@@ -292,6 +310,7 @@ def regression(outputs, targets, label_smoothing=0.0):
 # Below, and not in an ``if``: a rank that ``spawn`` starts imports this file.
 cross_entropy, end_step, leave = nn.functional.cross_entropy, run.Run.end_step, run.Run.__exit__
 build_model, load_dataset = models.build_model, data.load_dataset
+collate = data.collate
 loss_and_counts, read_own = models.loss_and_counts, checkpoint.Checkpointer._read_newest
 models.build_model, data.load_dataset = build_other, load_other
 run.Run.end_step = after_step
@@ -301,6 +320,8 @@ evaluation.evaluate = before("evaluate", evaluation.evaluate)
 run.weights_sha256 = before("results", run.weights_sha256)
 if HOW in ("float64", "float32"):
     run.Run.__exit__, models.loss_and_counts = show_and_leave, note_dtype
+if HOW == "stuck":
+    data.collate, data.BATCH_TIMEOUT = stick, 0.5
 if HOW == "empty":
     checkpoint.Checkpointer._read_newest = read_newest
 if HOW == "clock":

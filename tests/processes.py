@@ -243,7 +243,7 @@ def ranks():
     return found
 
 
-def stray_processes(wait=5.0):
+def stray_processes(wait=30.0):
     """Return (pid, command) of marked processes that are still there after ``wait`` seconds."""
     deadline = time.monotonic() + wait
     while (found := marked()) and time.monotonic() < deadline:

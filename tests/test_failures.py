@@ -190,9 +190,8 @@ def test_who_waits_for_the_process_group_hears_a_loss_and_a_signal(how, syntheti
     variables = {"ALTER": how, "ALTER_RANK": "1", "ALTER_AT": "group"}
     flag = tmp_path / "flag"
     process = start(sys.executable, *command, **variables, ALTER_FLAG=str(flag))
-    wait_until(flag.exists)
+    wait_until(lambda: flag.exists() and flag.with_suffix(".0").exists())
     if how == "SIGSTOP":  # then nobody knows, but it is asked when a signal comes
-        time.sleep(2.0)
         process.terminate()
     said = ""
     while "rank 0 lost rank 1 (" not in said and process.poll() is None:

@@ -193,7 +193,7 @@ def test_an_elastic_job_grows_and_shrinks(synthetic_dir, tmp_path):
 )
 def test_what_cannot_work_is_one_line(flags, words, synthetic_dir):
     common = ["--dataset", "synthetic", "--data-dir", synthetic_dir]
-    ended = run(*script("train_ddp.py", *common, *flags.split()), timeout=30)
+    ended = run(*script("train_ddp.py", *common, *flags.split()))
     assert words in error_line(ended)
 
 
@@ -349,12 +349,12 @@ def test_an_interface_that_is_not_there_is_one_line(synthetic_dir, tmp_path):
 def test_the_parent_of_spawn_passes_a_signal_on(synthetic_dir):
     process = start_waiting(synthetic_dir, "--nprocs", 2, "--nnodes", 2)
     process.send_signal(signal.SIGTERM)
-    ended = finish(process, 10)
+    ended = finish(process, 60)
     error_line(ended, 143)
 
 
 def test_killing_the_parent_of_spawn_leaves_nobody(synthetic_dir):
     process = start_waiting(synthetic_dir, "--nprocs", 2, "--nnodes", 2)
     process.kill()
-    process.communicate(timeout=10)
-    assert stray_processes(wait=5.0) == []
+    process.communicate(timeout=60)
+    assert stray_processes(wait=60.0) == []

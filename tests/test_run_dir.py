@@ -117,7 +117,7 @@ def test_a_job_of_a_name_that_was_typed_before_is_a_new_job(synthetic_dir, tmp_p
     process = start(*long, cwd=tmp_path)
     wait_until(lambda: len(list((tmp_path / "runs").glob("*/checkpoints/previous.pt"))) == 1)
     os.kill(ranks()[0], signal.SIGKILL)
-    assert finish(process, 30).returncode == 1
+    assert finish(process, 60).returncode == 1
     (third,) = {*(tmp_path / "runs").iterdir()} - {first, second}
     saved = status(third)
     assert (saved["state"], saved["global_step"] % 4) == ("running", 0)
@@ -125,7 +125,7 @@ def test_a_job_of_a_name_that_was_typed_before_is_a_new_job(synthetic_dir, tmp_p
     process = start(*long, cwd=tmp_path)
     line = next(line for line in process.stdout if not line.startswith("[Gloo]"))  # torch 2.9
     os.killpg(process.pid, signal.SIGTERM)
-    finish(process, 30)
+    finish(process, 60)
     assert f"{third.name} (killed) goes on at step {saved['global_step']}, since this job" in line
     assert "to begin anew, take another --run-dir" in line
 
@@ -174,11 +174,11 @@ def test_the_lock_ends_with_its_process_and_not_with_its_children(tmp_path):
         attempt = [sys.executable, "-c", code.replace("sleep(60)", "sleep(0)"), tmp_path]
         assert f"is in use by process {holder.pid} on" in run(*attempt).stderr
         holder.kill()
-        holder.wait(timeout=10)
+        holder.wait(timeout=60)
         assert "locked\n" in run(*attempt).stdout
     finally:
         os.killpg(holder.pid, 9)
-        holder.communicate(timeout=10)
+        holder.communicate(timeout=60)
 
 
 CONTINUE = "--run-dir runs/a --resume"
@@ -292,7 +292,7 @@ def test_a_full_disk_is_one_line_and_costs_no_checkpoint(when, short_dir, tmp_pa
 def test_a_folder_that_becomes_read_only(synthetic_dir, tmp_path):
     """At the start nothing begins; later the last checkpoint stays, and the run fails."""
     folder = tmp_path / "run"
-    extra = ["--model", "convnet", "--save-every-steps", 3, "--max-steps", 2000]
+    extra = ["--model", "convnet", "--save-every-steps", 3, "--epochs", 999, "--max-steps", 99999]
     words = command("single", 1, *flags(synthetic_dir, folder, *extra))
     process = start(*words)
     wait_until((folder / "checkpoints" / "last.pt").exists)

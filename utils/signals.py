@@ -67,14 +67,15 @@ def install_handlers() -> None:
     A second Ctrl-C, more than a second after the first signal, ends the process at once.
     """
     # Python calls a handler only between two of its instructions, and a backward of half a minute
-    # is one instruction. CPython writes to this pipe at once, and in the order of the signals.
+    # is one instruction. For a second Ctrl-C meanwhile there is a thread. CPython writes the number
+    # of each signal to its pipe at once.
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in STOP_SIGNALS:
         if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
             continue  # nohup: the run is to outlive its terminal
-        signal.signal(number, _leave_it_to_the_thread)
+        signal.signal(number, _note)
     threading.Thread(target=_watch, args=(reader,), daemon=True).start()
 
 
@@ -102,21 +103,20 @@ def before_end(function: Callable[[Exception], None] | None) -> None:
     _before_end = function
 
 
-def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> None:
-    """Do nothing. CPython writes to the pipe only if there is a handler in Python."""
+def _note(number: int, _: FrameType | None = None) -> None:
+    global _received
+    _received = _received or number
 
 
 def _watch(reader: int) -> None:
-    global _received
     first = 0.0
     while True:
         number = os.read(reader, 1)[0]
-        if number not in STOP_SIGNALS:
-            continue
-        if not _received:
-            _received, first = number, time.monotonic()
-        elif number == signal.SIGINT and time.monotonic() - first > SAME_CTRL_C_SECONDS:
-            end_at_once(Interrupted())
+        if number in STOP_SIGNALS:
+            _note(number)  # the main thread may be unable to
+            first = first or time.monotonic()
+            if number == signal.SIGINT and time.monotonic() - first > SAME_CTRL_C_SECONDS:
+                end_at_once(Interrupted())
 
 
 def end_at_once(error: UserError) -> NoReturn:
