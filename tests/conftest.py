@@ -67,7 +67,8 @@ def pytest_sessionfinish(session):
         return  # a worker of pytest-xdist reports to another process
     left = files_of_the_project() - config.stash[files_before]
     problems = [f"left behind in the project: {sorted(left)}"] if left else []
-    if config.getoption("--all") and config.args == ["tests"] and not config.option.markexpr:
+    whole = config.args == ["tests"] and not config.option.markexpr and not config.option.lf
+    if config.getoption("--all") and whole:
         passed, skipped = (reporter.stats.get(kind, []) for kind in ("passed", "skipped"))
         ran = {report.nodeid.partition("::")[0] for report in (*passed, *skipped)}
         files = map(str, sorted(Path("tests").glob("test_*.py")))
