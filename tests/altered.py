@@ -49,10 +49,9 @@ from utils.datasets.sources import SOURCES, Source  # noqa: E402
 HOW, AT = os.environ.get("ALTER", ""), os.environ.get("ALTER_AT", "")
 # How many classes; 0 is a regression of two numbers. folder is a folder of images, the --data-dir.
 # In depth each training step uses other layers of the network, in uneven each rank does, in
-# overflow a gradient of rank 1 becomes infinite. In queue the forward uses a buffer that it
-# changes. State has more to save than weights.
+# overflow a gradient of rank 1 becomes infinite. State has more to save than weights.
 TASKS = {"colour100": 100, "folder": 4, "grey20": 20, "regression": 0}
-TASKS |= dict.fromkeys(("depth", "uneven", "overflow", "queue", "state"), 10)
+TASKS |= dict.fromkeys(("depth", "uneven", "overflow", "state"), 10)
 steps, dtype, waits, timers, batches = 0, None, [], [], []
 
 
@@ -237,20 +236,6 @@ class Depth(nn.Module):
         return self.head(x)
 
 
-class Queue(nn.Linear):
-    """Subtracts what it remembers of its earlier inputs."""
-
-    def __init__(self):
-        super().__init__(784, 10)
-        self.register_buffer("queue", torch.zeros(784))
-
-    def forward(self, images):
-        x = images.flatten(1)
-        if self.training:
-            self.queue = (self.queue + x.detach().mean(0)) / 2
-        return super().forward(x - self.queue)
-
-
 class State(nn.Linear):
     """Has a buffer that is infinite on purpose, as a causal mask is, and state beside tensors."""
 
@@ -288,8 +273,6 @@ def with_average(self, *args, **kwargs):
 def build_own():
     if HOW == "state":
         return State()
-    if HOW == "queue":
-        return Queue()
     if HOW in ("depth", "uneven", "overflow"):
         return Depth()
     if HOW == "colour100":

@@ -16,7 +16,7 @@ from torch import nn
 import models
 from utils import checkpoint
 from utils.checkpoint import Checkpointer
-from utils.errors import UsageError
+from utils.errors import Diverged, UsageError
 from utils.progress import Progress
 from utils.weights import CheckpointError, load_weights, read_tensors, weights_sha256
 
@@ -145,7 +145,7 @@ def fail_to_read(path):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("an error", "cannot read .*last.pt: Input/output error"),
+        ("an error", "Input/output error: .*last.pt"),
         ("a format", r"its format is 3, not \d"),
         ("an object", "last.pt holds more than tensors and plain values"),
     ],
@@ -161,7 +161,7 @@ def test_what_cannot_be_read_is_not_damaged(what, message, tmp_path, monkeypatch
     if what == "an error":
         monkeypatch.setattr(Path, "read_bytes", fail_to_read)
     loader = build(tmp_path)
-    with pytest.raises(CheckpointError, match=message) as caught:
+    with pytest.raises((CheckpointError, OSError), match=message) as caught:
         restored(loader)
     assert "damaged" not in str(caught.value)
     monkeypatch.undo()
@@ -203,7 +203,7 @@ def test_a_disk_that_takes_no_more_leaves_the_checkpoint_before(reason, tmp_path
 
     monkeypatch.setattr(os, "fsync", full)
     step(saver, progress)
-    with pytest.raises(CheckpointError, match=os.strerror(reason)):
+    with pytest.raises(OSError, match=f"{os.strerror(reason)}: .*last.pt"):
         saver.save(progress)
     assert restored(build(tmp_path)).global_step == 1
 
@@ -238,7 +238,7 @@ def test_nothing_that_is_not_finite_is_saved(where, rank, tmp_path, monkeypatch)
         saver.optimizer.state_dict()["state"][0]["momentum_buffer"][2, 2] = float("inf")
     if where == "sums":
         progress.test_sums = {"count": 10.0, "loss": float("inf")}
-    with pytest.raises(CheckpointError, match="not finite at step 2") as caught:
+    with pytest.raises(Diverged, match="not finite at step 2") as caught:
         saver.save(progress)
     assert caught.value.reported_elsewhere == bool(rank), "one line for all ranks"
     monkeypatch.undo()
@@ -300,7 +300,7 @@ def test_state_that_is_no_tensor_is_saved_and_a_mask_may_be_infinite(tmp_path):
     assert hashes[1] == hashes[2]
     assert len({*hashes}) == 3, "each value counts"
     model.mean[0] = float("-inf")
-    with pytest.raises(CheckpointError, match="not finite"):
+    with pytest.raises(Diverged):
         saver.save(progress)
 
 
@@ -333,10 +333,9 @@ def test_a_malicious_pickle_is_refused_and_never_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"model": Bomb()}, tmp_path / "zip.pt")
     (tmp_path / "bare.pt").write_bytes(pickle.dumps(Bomb()))
-    for name in ("zip.pt", "bare.pt"):
-        with pytest.raises(CheckpointError) as caught:
+    for name, words in (("zip.pt", "can run code"), ("bare.pt", "not a file of torch.save")):
+        with pytest.raises(CheckpointError, match=words) as caught:
             load_weights(models.build_model("linear"), str(tmp_path / name))
-        assert "can run code" in str(caught.value)
         assert "weights_only=False" not in str(caught.value)
     assert not (tmp_path / "exploded").exists()
 

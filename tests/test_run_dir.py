@@ -215,7 +215,7 @@ def test_metrics_keep_the_complete_rows_up_to_the_checkpoint(tmp_path):
     progress = Progress(100, 10, 3)
     progress.epoch, progress.global_step = 2, 20
     Logger(tmp_path, progress, is_main=True, tensorboard=False, show_bar=False).close()
-    assert (tmp_path / "metrics.jsonl").read_text() == "\n".join([*foreign, *rows[:2], ""])
+    assert (tmp_path / "metrics.jsonl").read_text() == "\n".join([*rows[:2], ""])
 
 
 def test_tensorboard_on_a_full_disk_does_not_hide_how_the_run_ended(tmp_path, capsys):
@@ -240,12 +240,12 @@ def test_a_resume_says_what_is_other_than_before(short_dir, tmp_path):
     said = succeed(run(*words, 96, "--epochs", 6, "--max-steps", 15)).stdout
     assert "note " not in said
     said = succeed(run(*words, 48, "--epochs", 3, "--max-steps", 50, "--resume")).stdout
-    note = "--batch-size 48, was 96; --epochs 3, was 6; --max-steps 50, was 15;"
+    note = "--batch-size 48, was 96; --epochs 3.0, was 6.0; --max-steps 50, was 15;"
     for part in (*note.split("; "), "global-batch-size 48, was 96", "peak-rate 0.05, was 0.1"):
         assert part in said, said
     assert "the run ends sooner" not in said, "2,400 images, and 1,440 before"
     said = succeed(run(*words, 1900, "--epochs", 1, "--resume")).stdout
-    assert "is complete: nothing to resume (raise --epochs; " in said
+    assert "is complete: nothing to resume (raise --epochs or --max-steps; " in said
     for part in ("global-batch-size 1900, was 48", "images 1920, was 2400", "the run ends sooner"):
         assert part in said, said
 

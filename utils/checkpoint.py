@@ -2,7 +2,6 @@
 
 import io
 import math
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from utils import distributed
-from utils.errors import DISK, UsageError
+from utils.errors import Diverged, UsageError
 from utils.files import replace_file
 from utils.progress import Progress
 from utils.weights import CheckpointError, DamagedFile, load_state, read_tensors
 
 FORMAT = 4
-LOWER_RATE = "choose a lower --lr"  # in the reason of each run that diverged
 
 
 @dataclass
@@ -62,20 +60,20 @@ class Checkpointer:
         parts = {"model": self.model} | self.extra
         modules = nn.ModuleDict({k: p for k, p in parts.items() if isinstance(p, nn.Module)})
         names = {parameter: name for name, parameter in modules.named_parameters()}
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        if not {*parameters} <= {*names}:
+        try:
+            return [names[p] for group in self.optimizer.param_groups for p in group["params"]]
+        except KeyError:
             raise UsageError(
                 "the optimizer trains a parameter that is not saved, since it is not the model's:"
                 " pass its module to Run in `extra`"
-            )
-        return [names[parameter] for parameter in parameters]
+            ) from None
 
     def save(self, progress: Progress) -> None:
         """Write ``last.pt`` on rank 0. The checkpoint before stays as ``previous.pt``.
 
         Raises:
-            CheckpointError: a number is not finite, the disk is full, there is no permission...
-                Earlier checkpoints are whole.
+            Diverged: a number is not finite.
+            OSError: the disk is full, there is no permission... Earlier checkpoints are whole.
         """
         names, optimizer_state = self._names(), self.optimizer.state_dict()["state"]
         state: dict[str, Any] = {
@@ -90,30 +88,17 @@ class Checkpointer:
         weights = [state["model"].get(name) for name in self.finite]
         # Checked on every rank, so that all of them end here.
         if not _is_finite([state["progress"], state["optimizer"], weights]):
-            not_finite = CheckpointError(
-                f"weights or losses are not finite at step {progress.global_step}, which is not"
-                f" saved: {LOWER_RATE} or --max-grad-norm"
-            )
-            not_finite.reported_elsewhere = distributed.rank() != 0
-            raise not_finite
+            problem = f"weights or losses are not finite at step {progress.global_step}"
+            raise Diverged(problem, distributed.rank() == 0)
         if distributed.rank() != 0:
             return
         content = io.BytesIO()
         torch.save(state, content)
-        last = self.folder / "last.pt"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            if self.is_damaged:  # kept, and not as previous.pt, which is good
-                os.replace(last, self.folder / "damaged.pt")
-                self.is_damaged = False
-            with content.getbuffer() as whole:  # left open, Python 3.13 complains after an error
-                replace_file(last, whole, keep_as=self.folder / "previous.pt")
-        except OSError as error:
-            advice = "make room and " if error.errno in DISK else ""
-            raise CheckpointError(
-                f"cannot save {error.filename2 or error.filename or last}: {error.strerror};"
-                f" earlier checkpoints are whole: {advice}continue with --resume"
-            ) from error
+        self.folder.mkdir(parents=True, exist_ok=True)
+        kept = "damaged.pt" if self.is_damaged else "previous.pt"  # which is the good one then
+        with content.getbuffer() as whole:  # left open, Python 3.13 complains after an error
+            replace_file(self.folder / "last.pt", whole, keep_as=self.folder / kept)
+        self.is_damaged = False
 
     def restore(self, progress: Progress) -> None:
         """Load the newest whole checkpoint, if there is one, and its position. Collective.
@@ -123,6 +108,7 @@ class Checkpointer:
         Raises:
             CheckpointError: no checkpoint is whole, or it belongs to another model, data set, seed
                 or optimizer. Nothing on the disk has changed.
+            OSError: a checkpoint cannot be read.
         """
         state = distributed.call_on_rank_0(self._read_newest)
         if state is None:

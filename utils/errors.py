@@ -39,6 +39,16 @@ class UsageError(UserError):
     exit_status = 2
 
 
+class Diverged(UserError):
+    """A loss, or what training changes, is not finite. Nothing of this step is saved."""
+
+    def __init__(self, what: str, is_main: bool) -> None:
+        advice = "choose a lower --lr, a longer --warmup-epochs or --max-grad-norm"
+        super().__init__(f"{what}, {NOT_SAVED}: {advice}")
+        # If another rank alone diverged, rank 0 reports it, with this reason.
+        self.reported_elsewhere = not is_main
+
+
 def printable(text: str) -> str:
     """Return a text as one line, in which control characters are escaped."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
@@ -49,20 +59,18 @@ def describe(error: BaseException) -> str:
     return printable(": ".join([type(error).__name__, *str(error).splitlines()[:1]]))
 
 
+NOT_SAVED = "which is not saved"  # in the reason of each run that diverged
 REPORT_SECONDS = 10.0  # for the rank that reports for its node, which may still be importing
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 # PyTorch's lines about parameters that a forward left unused. They give indices, and with
 # TORCH_DISTRIBUTED_DEBUG=INFO names.
 UNUSED = re.compile("Parameters? [^:\\n]*not receive grad[^:\\n]*: .*")
 MEMORY = "out of memory: lower --batch-size, or raise --grad-accum-steps to keep the global batch"
-NO_SHARED_MEMORY = (
-    "/dev/shm has no room for the batches of the loader workers: make it larger (docker run"
-    " --shm-size 1g), lower --num-workers, or pass --num-workers 0"
-)
 # A part of an error's text, by PyTorch or the system, and what to say instead.
 KNOWN = {
-    "can't allocate memory": MEMORY,
-    "unable to allocate shared memory": NO_SHARED_MEMORY,
+    "unable to allocate shared memory": "/dev/shm has no room for the batches of the loader"
+    " workers: make it larger (docker run --shm-size 1g), lower --num-workers, or pass"
+    " --num-workers 0",
     "Too many open files": "too many open files: raise `ulimit -n` (1024 will do), or lower"
     " --num-workers",
     "Attempted to use an uninitialized parameter": "--model has a lazy layer: give it its size, or"
@@ -81,15 +89,11 @@ def explain(error: Exception) -> Exception:
     """
     if isinstance(error, UserError):  # it has been explained
         return error
-    text = (str(error).splitlines() or [""])[0]
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+    text = str(error)
+    is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    if is_memory or "can't allocate memory" in text:
         return UserError(MEMORY)
-    if isinstance(error, OSError) and error.errno in DISK:
-        where = error.filename or "a file"
-        return UserError(
-            f"cannot write {where} ({error.strerror}): make room, and continue with --resume"
-        )
-    if unused := UNUSED.findall(str(error)):
+    if unused := UNUSED.findall(text):
         return UserError(
             f"{'; '.join(map(str.strip, unused))}. DDP waits for a gradient of each: use them in"
             " every forward, freeze them, or pass --find-unused-parameters"
@@ -97,11 +101,12 @@ def explain(error: Exception) -> Exception:
         )
     for part, message in KNOWN.items():
         # In the whole text, since the error of a loader worker comes with its traceback before it.
-        if part in str(error):
-            is_usage = message.startswith(("--", NO_SHARED_MEMORY))
-            return (UsageError if is_usage else UserError)(message)
-    if isinstance(error, OSError) and error.filename:
-        return UserError(f"{error.filename2 or error.filename}: {error.strerror}")
+        if part in text:
+            return UsageError(message)
+    if isinstance(error, OSError) and (error.filename or error.errno in DISK):
+        advice = "; earlier checkpoints are whole: make room and continue with --resume"
+        where = error.filename2 or error.filename or "a file cannot be written"
+        return UserError(f"{where}: {error.strerror}{advice * (error.errno in DISK)}")
     # A worker that dies while it sends a batch shows as a broken connection.
     functions = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
     is_broken = isinstance(error, EOFError | ConnectionError) and "_try_get_data" in functions

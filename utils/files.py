@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,9 @@ def replace_file(path: Path, content: bytes | memoryview, keep_as: Path | None =
             except OSError:  # exFAT, FUSE and others know no second name
                 os.replace(path, keep_as)
         os.replace(temporary, path)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
+        error.filename = str(path)  # of a full disk the system gives no name
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -79,23 +81,17 @@ def lock_file(path: Path, timeout: float = 0.0) -> int:
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     begin, is_reported = time.monotonic(), False
-    try:
-        while True:
-            try:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                waited = time.monotonic() - begin
-                holder = os.pread(descriptor, 200, 0).decode() or "another process"
-                if waited >= timeout:
-                    raise Locked(holder) from None
-                if waited >= QUIET_SECONDS and not is_reported:
-                    is_reported = True
-                    print(f"waiting for {holder} ({path})", file=sys.stderr, flush=True)
-                signals.sleep(POLL_SECONDS)
-        os.truncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.truncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+            return descriptor
+        waited = time.monotonic() - begin
+        holder = os.pread(descriptor, 200, 0).decode() or "another process"
+        if waited >= timeout:
+            raise Locked(holder)
+        if waited >= QUIET_SECONDS and not is_reported:
+            is_reported = True
+            print(f"waiting for {holder} ({path})", file=sys.stderr, flush=True)
+        signals.sleep(POLL_SECONDS)

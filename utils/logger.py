@@ -1,6 +1,7 @@
 """The reports of a run: console, TensorBoard, metrics.jsonl."""
 
 import json
+import re
 import sys
 import threading
 from pathlib import Path
@@ -14,7 +15,8 @@ from utils.progress import Progress
 # tqdm's own lock is a semaphore between processes. A rank that ends at once would leave it behind.
 tqdm.set_lock(threading.RLock())
 
-NO_AVERAGES = ("_correct", "_count")  # in a row of metrics.jsonl
+AVERAGE = re.compile("(train|test)_(?!correct$|count$)")  # a name in a row of metrics.jsonl
+ROW = re.compile(rb'(?m)^\{"epoch": ([0-9]+), .*\}\n')  # a complete one: a kill can cut the last
 FEW_STEPS = 100  # fewer get a line, since large batches need as many steps as small ones
 
 
@@ -57,7 +59,7 @@ class Logger:
         }
         if (steps := self.progress.total_steps) < FEW_STEPS:
             lines["steps"] = f"{steps} in all, which is few: raise --epochs or lower --batch-size"
-        if facts["resumed_from"] is not None:
+        if facts["resumed_from"]:
             lines["resumed"] = f"at step {facts['resumed_from']}"
         if note:
             lines["note"] = note
@@ -104,20 +106,18 @@ class Logger:
             return
         with open(self.folder / "metrics.jsonl", "a") as file:
             file.write(f"{json.dumps(row)}\n")
-        speed, averages = row["images_per_second"], {**row}
+        averages = {k: v for k, v in row.items() if AVERAGE.match(k)}
+        self._scalars({name.replace("_", "/", 1): value for name, value in averages.items()})
+        speed = row["images_per_second"]
+        self._scalars({"train/images_per_second": speed})
         cells = [f"{row['epoch']:>5}"]
         for name in ("train_loss", "train_accuracy", "test_loss", "test_accuracy"):
             value, form = averages.pop(name), ".2%" if "accuracy" in name else ".4f"
             cells.append(f"{'-' if value is None else format(value, form):>6}")
-            self._scalars({name.replace("_", "/"): value})
         cells += [f"{f'{speed:,.0f}' if speed else '-':>8}", f"{row['seconds']:>5.1f}s"]
         # What a project of one's own counts beside these.
-        for name, value in averages.items():
-            if name.startswith(("train_", "test_")) and not name.endswith(NO_AVERAGES):
-                cells.append(f" {name} {value:.4f}")
-                self._scalars({name.replace("_", "/", 1): value})
+        cells += [f" {name} {value:.4f}" for name, value in averages.items()]
         print(" ".join(cells), flush=True)
-        self._scalars({"train/images_per_second": speed})
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -136,22 +136,12 @@ class Logger:
         """Keep the complete rows up to the checkpoint that this attempt starts from."""
         path = self.folder / "metrics.jsonl"
         if path.exists():
-            # A kill can cut the last line.
-            rows = [row for row in path.read_bytes().splitlines(True) if row.endswith(b"\n")]
             # The row of an epoch that --max-steps ended counts only while the run ends there.
             last = self.progress.epoch + self.progress.is_finished
-            kept = [row for row in rows if _epoch(row) <= last]
-            replace_file(path, b"".join(kept))
+            rows = ROW.finditer(path.read_bytes())
+            replace_file(path, b"".join(row[0] for row in rows if int(row[1]) <= last))
 
     def _scalars(self, values: dict[str, float | None]) -> None:
         for tag, value in values.items():
             if value is not None and self.writer is not None:
                 self.writer.add_scalar(tag, value, self.progress.samples_seen)
-
-
-def _epoch(row: bytes) -> float:
-    """Return the epoch of a row of metrics.jsonl. A line of others stays: it counts as 0."""
-    try:
-        return float(json.loads(row)["epoch"])
-    except (ValueError, TypeError, KeyError):
-        return 0.0

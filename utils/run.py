@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 
 import data
 from utils import distributed, signals
-from utils.checkpoint import LOWER_RATE, Checkpointer
+from utils.checkpoint import Checkpointer
 from utils.device import peak_memory, seed_step, synchronize
-from utils.errors import UsageError, UserError, describe, end_workers, explain
+from utils.errors import Diverged, UsageError, describe, end_workers, explain
 from utils.files import write_json
 from utils.logger import Logger
 from utils.metrics import Metrics
@@ -28,10 +28,6 @@ from utils.weights import weights_sha256
 
 RECORDED = ("technique", "dataset", "model", "batch_size", "seed", "amp")  # flags in summary.json
 CHECK_STEPS = 50  # between looks at the loss on a GPU, each of which waits for it
-
-
-class NonFiniteLoss(UserError):
-    """Training diverged. The weights of this step were not saved."""
 
 
 class Complete(UsageError):
@@ -121,39 +117,13 @@ class Run:
         parts = self.model, self.optimizer, self.scaler
         self._checkpointer = Checkpointer(self.folder / "checkpoints", *parts, identity, self.extra)
         if before:
-            fresh = {name: buffer.clone() for name, buffer in self._own_buffers()}
             self._checkpointer.restore(progress)
-            moved = [n for n, buffer in self._own_buffers() if not buffer.equal(fresh[n])]
-            if moved and self.is_main and distributed.world_size() > 1:
-                print(
-                    f"the buffers {', '.join(moved)} change in training: all ranks go on with rank"
-                    " 0's, which differs from an uninterrupted run if a forward in training reads"
-                    " them (without model.broadcast_buffers = False it does not)"
-                )
-        batch_size = args.batch_size * args.grad_accum_steps
-        self.facts = {
-            "script": f"train_{args.technique}.py",
-            **{name: getattr(args, name) for name in RECORDED},
-            "parameters": sum(p.numel() for p in self.model.parameters()),
-            "world_size": distributed.world_size(),
-            "num_devices": progress.global_batch_size // batch_size,
-            "device": self.device.type,
-            "backend": distributed.backend(self.device),
-            "threads": torch.get_num_threads(),
-            "global_batch_size": progress.global_batch_size,
-            "lr": self.optimizer.param_groups[0]["lr"],
-            "torch_version": str(torch.__version__),
-            "resumed_from": progress.global_step or None,
-        }
-        size = {
-            "global_batch_size": progress.global_batch_size,
-            "peak_rate": self.facts["lr"],
-            "images": progress.images,
-        }
+        self.facts = self._collect_facts()
+        size = {"global_batch_size": progress.global_batch_size, "images": progress.images}
+        size["peak_rate"] = round(self.facts["lr"], 9)
         note = compare(before, flags, size)
         if before.get("state") == "complete" and progress.is_finished:
-            limit = "--max-steps" if progress.is_at_max_steps else "--epochs"
-            advice = f"raise {limit}" + f"; {note}" * bool(note)
+            advice = "; ".join(filter(None, ("raise --epochs or --max-steps", note)))
             raise Complete(f"{self.folder} is complete: nothing to resume ({advice})")
         # The profiled steps take longer, so images/s leaves them out.
         untimed_steps = LAST_STEP if args.profile else WARMUP_STEPS
@@ -171,15 +141,32 @@ class Run:
         self._logger.header(self.facts, note)
         return self
 
+    def _collect_facts(self) -> dict[str, Any]:
+        """Return what ``summary.json`` says of a run before its first step."""
+        args, batch = self.args, self.progress.global_batch_size
+        return {
+            "script": f"train_{args.technique}.py",
+            **{name: getattr(args, name) for name in RECORDED},
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "world_size": distributed.world_size(),
+            "num_devices": batch // (args.batch_size * args.grad_accum_steps),
+            "device": self.device.type,
+            "backend": distributed.backend(self.device),
+            "threads": torch.get_num_threads(),
+            "global_batch_size": batch,
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "torch_version": str(torch.__version__),
+            "resumed_from": self.progress.global_step or None,
+        }
+
     def batches(self, loader: DataLoader) -> Iterator[Any]:
         """Yield the loader's batches from the run's position to the end of the epoch.
 
         The epoch also ends at a stop signal and at ``--max-steps``. Each optimizer step begins with
         freshly seeded generators of this rank.
         """
-        sums = self.progress.train_sums
-        if not self.is_main:  # what was seen before a resume counts once, not N times
-            sums = dict.fromkeys(sums, 0.0)
+        # What was seen before a resume counts once, not once on each rank.
+        sums = {name: self.is_main * value for name, value in self.progress.train_sums.items()}
         self.metrics = Metrics(self.device, sums)
         self._throughput.start_epoch()
         accum_steps = self.args.grad_accum_steps
@@ -269,27 +256,22 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        if error is None:
-            try:
-                self._finish()
-            except Exception as raised:
-                error = raised
-        signals.before_end(None)
-        self._logger.close()
-        if error is None:
-            return
-        end_workers()  # or the death of another worker interrupts the rest
-        explained = error
-        if isinstance(error, Exception):
-            explained = explain(error)
+        try:
+            if error is not None:
+                raise error
+            self._finish()
+        except Exception as raised:
+            end_workers()  # or the death of another worker interrupts the rest
+            explained = explain(raised)
             if self.job is not None:
                 explained = self.job.explain(explained, self.progress.global_step)
-        if self.is_main:
             self._write_failed(explained)
-        if explained is not error:
-            raise explained from error
-        if kind is None:
-            raise error
+            if explained is raised:
+                raise
+            raise explained from raised
+        finally:
+            signals.before_end(None)
+            self._logger.close()
 
     def _save(self) -> None:
         self._checkpointer.save(self.progress)
@@ -337,31 +319,21 @@ class Run:
         if progress.global_step != self.facts["resumed_from"] or not path.exists():
             write_json(path, summary)
         self._status.write("complete", epochs=progress.epochs, max_steps=progress.max_steps)
-        accuracy = summary["test_accuracy"]
-        result = f"loss {test.loss:.4f}"
-        if accuracy is not None:
-            result = f"accuracy {accuracy:.2%}, {summary['test_correct']:,} of {test.count:,}"
+        result = f"loss {summary['test_loss']:.4f}"
+        if summary["test_accuracy"] is not None:
+            correct, count = summary["test_correct"], summary["test_count"]
+            result = f"accuracy {summary['test_accuracy']:.2%}, {correct:,} of {count:,}"
         self._logger.say(
             f"test {result}, after {summary['total_seconds']:.1f} s\nsummary in {path}"
         )
 
     def _check_finite(self, metrics: Metrics, where: str) -> None:
         if not metrics.is_finite:
-            error = NonFiniteLoss(
-                f"the loss is {metrics.loss} at step {self.progress.global_step} {where}, which is"
-                f" not saved: {LOWER_RATE}, a longer --warmup-epochs or --max-grad-norm"
-            )
-            # If this rank alone diverged, rank 0 reports it, with this reason.
-            error.reported_elsewhere = not self.is_main
-            raise error
-
-    def _own_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the buffers but for batch normalisation's, which no forward in training reads."""
-        for prefix, module in self.model.named_modules():
-            if not isinstance(module, nn.modules.batchnorm._NormBase):
-                yield from module.named_buffers(prefix, recurse=False)
+            problem = f"the loss is {metrics.loss} at step {self.progress.global_step} {where}"
+            raise Diverged(problem, self.is_main)
 
     def _write_failed(self, error: BaseException) -> None:
         concerned = {"ranks": error.ranks} if hasattr(error, "ranks") else {}
-        with suppress(OSError):  # a full disk, the likeliest failure, leaves no room
-            self._status.write("failed", reason=describe(error), **concerned)
+        if self.is_main:
+            with suppress(OSError):  # a full disk, the likeliest failure, leaves no room
+                self._status.write("failed", reason=describe(error), **concerned)

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from utils import distributed
-from utils.checkpoint import LOWER_RATE
 from utils.config import OF_ONE_HOST
-from utils.errors import UsageError
+from utils.errors import NOT_SAVED, UsageError
 from utils.files import Locked, lock_file, write_json
 from utils.progress import Progress
 
@@ -71,7 +70,7 @@ def open_run(
     """
     folder = Path(path) if path else None
     try:
-        folder = folder or _find(resume, launch, flags) or _make_new(launch["technique"])
+        folder = folder or _find(resume, launch, flags)
         folder.mkdir(parents=True, exist_ok=True)
         if resume and "technique" not in read_status(folder):
             _check_begin(folder)
@@ -111,8 +110,8 @@ def _check_begin(folder: Path) -> None:
     print(f"--resume: {folder} holds no run yet, so this one begins at step 0")
 
 
-def _find(resume: bool, launch: dict[str, Any], flags: dict[str, Any]) -> Path | None:
-    """Return the folder of this job's run, or with ``resume`` that of the latest run."""
+def _find(resume: bool, launch: dict[str, Any], flags: dict[str, Any]) -> Path:
+    """Return the folder of this job's run, with ``resume`` that of the latest run, or a new one."""
     technique = launch["technique"]
     paths = sorted(ROOT.glob("*/status.json"), key=lambda path: path.stat().st_mtime)
     for folder in (path.parent for path in reversed(paths)):
@@ -121,16 +120,11 @@ def _find(resume: bool, launch: dict[str, Any], flags: dict[str, Any]) -> Path |
             return folder
     if resume:
         raise UsageError(f"--resume: no run of train_{technique}.py below {ROOT}/; pass --run-dir")
-    return None
-
-
-def _make_new(technique: str) -> Path:
-    folder = ROOT / f"{technique}-{time.strftime('%Y%m%d-%H%M%S')}"
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:  # another run of the same second
-        return folder.with_name(f"{folder.name}-{os.getpid()}")
-    return folder
+    new = ROOT / f"{technique}-{time.strftime('%Y%m%d-%H%M%S')}"
+    with suppress(FileExistsError):
+        new.mkdir(parents=True)
+        return new
+    return new.with_name(f"{new.name}-{os.getpid()}")  # another run began in the same second
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -161,16 +155,12 @@ def compare(before: dict[str, Any], flags: dict[str, Any], size: dict[str, Any])
     now = {name: value for name, value in flags.items() if name not in OF_ONE_HOST.split()} | size
     changed = [k for k in now if before.get(k, now[k]) != now[k] and k != "init_weights"]
     names = {k: "--" * (k in flags) + k.replace("_", "-") for k in changed}
-    notes = [f"{names[k]} {_show(now[k])}, was {_show(before[k])}" for k in changed]
+    notes = [f"{names[k]} {now[k]}, was {before[k]}" for k in changed]
     if before.get("images", 0) > size["images"]:
         notes.append("the run ends sooner")
-    if LOWER_RATE in before.get("reason", ""):
+    if NOT_SAVED in before.get("reason", ""):
         notes.append("it has diverged: if the loss stays high, put previous.pt in place of last.pt")
     return "; ".join(notes)
-
-
-def _show(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 class Status:

@@ -2,8 +2,8 @@
 
 import hashlib
 import io
+import re
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from utils import distributed
 from utils.errors import UserError, printable
 
 CONTAINERS = ("model", "model_state_dict", "state_dict", "net")  # keys under which others save
-PREFIXES = ("module.", "_orig_mod.")  # what DP, DDP and torch.compile put before the names
+PREFIXES = re.compile(r"^((module|_orig_mod)\.)+")  # which DP, DDP and torch.compile put first
 
 
 class CheckpointError(UserError):
@@ -33,25 +33,24 @@ def read_tensors(path: Path) -> Any:
 
     Raises:
         DamagedFile: the content is broken.
-        CheckpointError: the file cannot be read, or holds more than tensors and plain values.
+        CheckpointError: the file holds more than tensors and plain values.
+        OSError: the file cannot be read.
     """
+    content = io.BytesIO(path.read_bytes())
     try:
-        content = io.BytesIO(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    is_whole = False
+        is_whole = zipfile.ZipFile(content).testzip() is None
+    except Exception:  # a damaged archive fails in many ways
+        is_whole = False
+    if not is_whole:
+        raise DamagedFile(f"{path} is damaged, or not a file of torch.save")
+    content.seek(0)
     try:
-        is_archive = zipfile.is_zipfile(content)
-        if is_archive and zipfile.ZipFile(content).testzip() is not None:
-            raise zipfile.BadZipFile("checksum")
-        is_whole = is_archive
-        content.seek(0)
         return torch.load(content, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged archive fails in torch, zlib and pickle alike
+    except Exception as error:
         # Not torch's own message, which advises weights_only=False. That would run the code.
-        raise (CheckpointError if is_whole else DamagedFile)(
-            f"{path} {'' if is_whole else 'is damaged, or '}holds more than tensors and plain"
-            f" values, which can run code when it is loaded ({type(error).__name__})"
+        raise CheckpointError(
+            f"{path} holds more than tensors and plain values, which can run code when it is loaded"
+            f" ({type(error).__name__})"
         ) from error
 
 
@@ -82,13 +81,9 @@ def load_weights(model: nn.Module, path: str) -> None:
         CheckpointError: the file cannot be read, or nothing in it fits.
     """
     content = read_tensors(Path(path))
-    for key in CONTAINERS:
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
-            break
-    if not isinstance(content, dict) or not any(isinstance(v, Tensor) for v in content.values()):
-        raise CheckpointError(f"{path} holds no state dict (a dict of names to tensors)")
-    given = {_strip(str(name)): tensor for name, tensor in content.items()}
+    content = content if isinstance(content, dict) else {}
+    parts = (content[key] for key in CONTAINERS if isinstance(content.get(key), dict))
+    given = {PREFIXES.sub("", str(name)): value for name, value in next(parts, content).items()}
     own = model.state_dict()
     fitting = {
         name: value
@@ -108,29 +103,14 @@ def load_weights(model: nn.Module, path: str) -> None:
             print(f"  skipped: {printable(name)}")
 
 
-def _strip(name: str) -> str:
-    while name.startswith(PREFIXES):
-        name = name.partition(".")[2]
-    return name
-
-
 def weights_sha256(model: nn.Module) -> str:
     """Return the SHA-256 of a model's state, in the order of its names."""
     digest = hashlib.sha256()
-    for part in _bytes(model.state_dict()):
-        digest.update(part)
+    for name, value in sorted(model.state_dict().items()):
+        if isinstance(value, Tensor):
+            flat = value.detach().cpu().contiguous().flatten()
+            content = flat.view(torch.uint8).numpy().tobytes()
+        else:
+            content = repr(value).encode()
+        digest.update(name.encode() + content)
     return digest.hexdigest()
-
-
-def _bytes(value: Any) -> Iterator[bytes]:
-    """Yield what a state consists of: tensors, plain values, and containers of both."""
-    if isinstance(value, Tensor):
-        values = value.detach().cpu().contiguous()
-        yield values.flatten().view(torch.uint8).numpy().tobytes()
-    elif isinstance(value, dict | list | tuple):
-        parts = value if isinstance(value, dict) else dict(enumerate(value))
-        for name in sorted(parts, key=str):
-            yield str(name).encode()
-            yield from _bytes(parts[name])
-    else:
-        yield repr(value).encode()
