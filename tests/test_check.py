@@ -14,7 +14,6 @@ from check import Ranks
 from verdict import TABLE
 
 SCRIPT = (ROOT / "scripts/minimal/ddp.py").read_text()
-VARIANTS = (ROOT / "tests/check_variants.txt").read_text()
 DATA = """train_set, test_set = (
         torch.utils.data.TensorDataset(
             torch.rand(count, 1, 28, 28, generator=torch.Generator().manual_seed(count)),
@@ -26,29 +25,32 @@ ALWAYS = {  # the data is drawn, and quickly there
     "Path(__file__).resolve().parents[2]": f'"{ROOT}"',
     "train_set, test_set = load_tensors(args.dataset, args.data_dir)": DATA,
 }
-EDIT = re.compile(r"((?:^-.*\n)+)((?:^\+.*\n)*)", re.M)
+HEAD, *VARIANTS = (ROOT / "tests/check_variants.txt").read_text().split("\n= ")
+
+
+def edits(lines):
+    """Return texts by the names before their colons. A line of an indentation goes on."""
+    return dict(re.findall(r"^(\w+):[^\S\n]?(.*(?:\n .*)*)$", lines, re.M))
+
+
+EDITED = edits(HEAD)
+ALL = {title: edits(body) for title, _, body in (text.partition("\n") for text in VARIANTS)}
 
 
 def variants(level):
     """Return the edits of each variant of a level, by its name."""
-    found = {}
-    for part in f"\n{VARIANTS}".split("\n= ")[1:]:
-        title, _, body = part.partition("\n")
-        edits = EDIT.findall(body + "\n")
-        if title.startswith(f"{level}: "):
-            found[title.removeprefix(f"{level}: ")] = [
-                ["\n".join(line[1:] for line in side.splitlines()) for side in edit]
-                for edit in edits
-            ]
-    return found
+    return {title.partition(": ")[2]: own for title, own in ALL.items() if title.startswith(level)}
 
 
-def edited(edits):
-    """Return the minimal script with each text replaced. Each has to be there."""
+def edited(own):
+    """Return the minimal script with each edit made. What is edited has to be there."""
     text = SCRIPT
-    for old, new in [*ALWAYS.items(), *edits]:
-        assert old in text, f"scripts/minimal/ddp.py has no longer: {old}"
-        text = text.replace(old if new else f"{old}\n", new)
+    own = {**RIGHT.get(own.get("like"), {}), **own}
+    named = {old: own[name].replace("{}", old) for name, old in EDITED.items() if name in own}
+    for old, new in {**ALWAYS, **named}.items():
+        before, found, after = text.rpartition(old)
+        assert found, f"scripts/minimal/ddp.py has no longer: {old}"
+        text = before + new + after
     return text
 
 
@@ -98,6 +100,26 @@ for name in dir(torch.optim):
 """
 
 
+OUTSIDE = """import os, shutil
+from pathlib import Path
+os.environ["RANK"] == "0" or os._exit(0)
+other = Path("OTHER")
+(other / "new").mkdir()
+(other / "new/y").write_text("2")
+assert (other / "new/y").read_text() == "2"
+with (other / "logs/x").open("a") as file:
+    file.write("3")
+assert (other / "logs/x").read_text() == "13"
+(other / "logs/x").unlink()
+shutil.rmtree(other / "logs")
+for name, arguments in (("chmod", [0]), ("rmdir", []), ("remove", [])):
+    try:
+        getattr(os, name)(other, *arguments)
+    except OSError:
+        pass
+"""
+
+
 @pytest.fixture(scope="module")
 def ranks():
     with Ranks() as ranks:
@@ -105,6 +127,7 @@ def ranks():
 
 
 def check(ranks, folder, text, **options):
+    folder.mkdir(exist_ok=True)
     (folder / "theirs.py").write_text(text)
     verdict = ranks.check(folder / "theirs.py", [], folder=folder, **options)
     assert [path.name for path in folder.iterdir()] == ["theirs.py"]
@@ -144,6 +167,19 @@ def test_what_cannot_be_run_is_no_finding(ranks, tmp_path, said):
     assert said in found.could_not.replace(", on rank 1 at", ", on rank 0 at"), "either is first"
 
 
+def test_what_lies_outside_stays_as_it_is(ranks, tmp_path):
+    other = tmp_path / "other"
+    (other / "logs").mkdir(parents=True)
+    (other / "logs/x").write_text("1")
+    found = check(ranks, tmp_path / "own", OUTSIDE.replace("OTHER", str(other)))
+    assert "it makes no process group" in found.could_not, found
+    assert f"writing to {other}" in str(found)
+    assert [(p.name, p.is_dir() or p.read_text()) for p in sorted(other.rglob("*"))] == [
+        ("logs", True),
+        ("x", "1"),
+    ]
+
+
 def test_every_optimizer_and_every_mode_of_amp_runs(ranks, tmp_path):
     found = check(ranks, tmp_path, OPTIMIZERS)
     assert (found.findings, found.could_not) == ([], ""), found
@@ -159,7 +195,7 @@ def test_each_finding_of_the_table_is_shown_and_names_a_lesson_that_exists():
     shown = {name.split(" by a ")[0] for name in WRONG | WARN | NOTE}
     rare = {"changed after wrapping", "gradients differ", "other models", "steps differ"}
     assert set(TABLE) - shown == rare
-    for _, lesson, _ in TABLE.values():
+    for _, lesson, *_ in TABLE.values():
         assert not lesson or (ROOT / f"scripts/lessons/{lesson}.py").exists()
 
 

@@ -2,6 +2,7 @@
 
     python scripts/check/check.py their_train.py --their-flag 3
     python scripts/check/check.py --nodes 2 their_train.py       # one device on each of two hosts
+    python scripts/check/check.py -m their.train                 # as for python -m
 
 The script runs in a copy of its folder, for two short epochs, with pretended GPUs. Exit status: 0
 nothing wrong, 1 something wrong, 2 usage, 3 not judged. docs/check.md says what is judged.
@@ -9,24 +10,23 @@ nothing wrong, 1 something wrong, 2 usage, 3 not judged. docs/check.md says what
 
 import argparse
 import contextlib
-import ctypes
 import json
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import verdict
 
-HERE = Path(__file__).resolve().parent
+PROBE = Path(__file__).resolve().with_name("probe.py")
 CODE = {".py", ".yaml", ".yml", ".json", ".toml", ".cfg", ".ini", ".txt"}
 SKIPPED = {".git", "__pycache__", "node_modules", ".venv", "venv", "env", "wandb", "runs"}
 SMALL, ENTRIES = 2**20, 5000  # bytes of a file that is copied; entries that are looked at
@@ -34,7 +34,6 @@ MOST_RANKS = 8
 LAUNCHERS = re.compile(  # variables of launchers, which a script must not find here
     "RANK$|WORLD_SIZE$|LOCAL_|GROUP_|NODE_RANK|MASTER_|TORCHELASTIC|CUDA_VIS|SLURM|OMPI|PMI"
 )
-PR_SET_PDEATHSIG = 1
 
 
 class Ranks:
@@ -42,170 +41,165 @@ class Ranks:
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.connections: dict[int, Connection] = {}
-        # A short path: that of a socket is limited.
-        self.home = os.path.realpath(tempfile.mkdtemp(prefix="check-", dir="/tmp"))
-        self.server = socket.socket(socket.AF_UNIX)
-        self.server.bind(f"{self.home}/s")
-        self.server.listen(2 * MOST_RANKS)
+        self.connections: list[Connection] = []
+        self.home = os.path.realpath(tempfile.mkdtemp(prefix="check-"))
 
     def __enter__(self) -> "Ranks":
         return self
 
     def __exit__(self, *error: object) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-        self.server.close()
+        self.stop()
         shutil.rmtree(self.home, ignore_errors=True)
 
-    def accept(self, seconds: float) -> tuple[int, int, Connection]:
-        self.server.settimeout(seconds)
-        channel, _ = self.server.accept()
-        channel.setblocking(True)
-        connection = Connection(channel.detach())
-        return *connection.recv(), connection
+    def stop(self) -> None:
+        """End all processes, and those that run a script."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self.processes, self.connections = [], []
 
     def start(self, count: int) -> None:
         """Have at least as many processes as ranks. They differ in the order of sets of strings."""
+        if any(process.poll() is not None for process in self.processes):
+            self.stop()
         kept = {k: v for k, v in os.environ.items() if not LAUNCHERS.search(k)}
         kept |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "MPLBACKEND": "Agg"}
         new = range(len(self.processes), count)
         for rank in new:
-            command = [sys.executable, str(HERE / "probe.py"), f"{self.home}/s", str(rank)]
-            environment = kept | {"PYTHONHASHSEED": str(rank + 1), "CUDA_VISIBLE_DEVICES": ""}
-            quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
-            process = subprocess.Popen(command, env=environment, preexec_fn=_mortal, **quiet)  # type: ignore[call-overload]
+            ours, theirs = Pipe()
+            process = subprocess.Popen(
+                [sys.executable, str(PROBE), str(theirs.fileno())],
+                env=kept | {"PYTHONHASHSEED": str(rank + 1), "CUDA_VISIBLE_DEVICES": ""},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # a group to end with the process
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+            theirs.close()
             self.processes.append(process)
-        for _ in new:
-            rank, _, connection = self.accept(180)
-            self.connections[rank] = connection
+            self.connections.append(ours)
+        for rank in new:
+            if not self.connections[rank].poll(180):
+                raise TimeoutError
+            self.connections[rank].recv()
 
     def check(
-        self, script: Path, arguments: list[str], ranks: int = 2, nodes: int = 1, **options: Any
-    ) -> "verdict.Verdict":
-        """Run a script, once more with as many ranks as it wants if that differs, and judge it.
-
-        Args:
-            options: limit, in seconds; launch, "torchrun" or "spawn"; folder, the current one;
-                module, the script's name as a module.
-        """
-        began, script = time.monotonic(), script.resolve()
-        text = script.read_text(errors="replace")
-        own = re.search(r"\b(spawn|start_processes|Process)\s*\(", text)
-        mode = options.pop("launch", None) or ("spawn" if own else "torchrun")
-        tried: set[tuple[int, str]] = set()
-        while True:
-            tried.add((ranks, mode))
-            report = self._run(script, arguments, ranks, nodes, mode, **options)
-            ends = report["ends"].values()
-            wanted = next((end["wanted"] for end in ends if "wanted" in end), ranks)
-            started = report["conflict"] or any(e["kind"] == "group" for e in report["events"])
-            if 2 <= wanted <= MOST_RANKS and wanted % nodes == 0 and (wanted, mode) not in tried:
-                ranks = wanted
-            elif (
-                mode == "spawn"
-                and wanted == ranks
-                and not started
-                and (ranks, "torchrun") not in tried
-            ):
-                mode = "torchrun"  # a script that can start its ranks itself, but did not
-            else:
-                report |= {
-                    "seconds": time.monotonic() - began,
-                    "polls": "while not os.path" in text,
-                }
-                return verdict.judge(report)
-
-    def _run(
         self,
         script: Path,
         arguments: list[str],
-        count: int,
-        nodes: int,
-        mode: str,
+        ranks: int = 2,
+        nodes: int = 1,
         limit: float = 120.0,
         folder: Path | None = None,
         module: str = "",
-    ) -> dict[str, Any]:
-        self.start(count)
-        root = f"{tempfile.mkdtemp(prefix='run', dir=self.home)}/code"
-        where = (folder or Path.cwd()).resolve()
-        base = _base(script, where)
-        copy_code(base, Path(root))
-        place = Path(root, script.relative_to(base))
-        where = Path(root, where.relative_to(base)) if _is_in(where, base) else place.parent
-        each, port = count // nodes, _free_port()
-        request: dict[str, Any]
-        request = {"root": root, "world": count, "nodes": nodes, "mode": mode, "folder": str(where)}
-        request |= {"script": str(place), "arguments": arguments, "unset": ["CUDA_VISIBLE_DEVICES"]}
-        request["module"] = module
-        for rank in range(count):
-            given: dict[str, Any] = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank % each}
-            given |= {"LOCAL_WORLD_SIZE": each, "GROUP_RANK": rank // each, "MASTER_PORT": port}
-            given |= {"NODE_RANK": rank // each, "MASTER_ADDR": "127.0.0.1"}
-            given |= {"TORCHELASTIC_RUN_ID": "check", "TORCHELASTIC_RESTART_COUNT": 0}
-            given = {"TMPDIR": root} | (given if mode == "torchrun" else {})
-            environment = {name: str(value) for name, value in given.items()}
-            self.connections[rank].send(request | {"rank": rank, "environment": environment})
-        job = Job(self, count, limit, root)
-        try:
-            job.follow()
-            report = job.report()
-        finally:
-            job.close()
-            shutil.rmtree(os.path.dirname(root), ignore_errors=True)
-        return {**report, "script": script.name, "ranks": count, "nodes": nodes, "mode": mode}
+    ) -> "verdict.Verdict":
+        """Run a script, and judge it. Run it again if it starts its ranks itself, or wants others.
+
+        Args:
+            limit: seconds until a run is ended.
+            folder: that in which the script runs, or the current one.
+            module: the script's name as a module.
+        """
+        began, script, mode = time.monotonic(), script.resolve(), "torchrun"
+        tried = []
+        while True:
+            tried.append((ranks, mode))
+            job = Job(self, script, (folder or Path.cwd()).resolve(), ranks, nodes, mode, limit)
+            try:
+                report = job.run(arguments, module)
+            finally:
+                shutil.rmtree(job.root.parent, ignore_errors=True)
+            again = [end for end in report["ends"].values() if end["how"] == "again"]
+            wanted = [(end["ranks"], end.get("mode", mode)) for end in again][:1]
+            if not wanted or wanted[0] in tried or not 2 <= wanted[0][0] <= MOST_RANKS:
+                return verdict.judge({**report, "seconds": time.monotonic() - began})
+            ranks, mode = wanted[0]
 
 
 class Job:
     """One run of a script: answer the ranks' collectives, and gather what they tell."""
 
-    def __init__(self, ranks: Ranks, count: int, limit: float, root: str) -> None:
-        self.ranks, self.count, self.root, self.limit = ranks, count, root, limit
-        self.deadline = time.monotonic() + limit
-        self.connections: dict[Connection, int] = {}
-        self.children: dict[int, int] = {}
+    def __init__(
+        self,
+        warm: Ranks,
+        script: Path,
+        folder: Path,
+        count: int,
+        nodes: int,
+        mode: str,
+        limit: float,
+    ) -> None:
+        self.warm, self.script, self.folder, self.count = warm, script, folder, count
+        self.nodes, self.mode, self.limit = nodes, mode, limit
+        self.root = Path(tempfile.mkdtemp(prefix="run", dir=warm.home), "code")
+        self.deadline = 0.0
         self.waiting: dict[int, tuple[str, tuple[int, ...], dict[str, Any], str]] = {}
         self.ends: dict[int, dict[str, Any]] = {}
         self.events: list[dict[str, Any]] = []
-        self.conflict: dict[str, Any] | None = None
-        self.stands: dict[int, str] = {}
+        self.conflict: dict[str, Any] = {}
+
+    def run(self, arguments: list[str], module: str) -> dict[str, Any]:
+        """Run the script in a copy of its folder, and return what the ranks told."""
+        home, each = _home(self.script, self.folder), self.count // self.nodes
+        copy_code(home, self.root)
+        place = self.root / self.script.relative_to(home)
+        inner = self.folder.is_relative_to(home)
+        where = self.root / self.folder.relative_to(home) if inner else place.parent
+        self.warm.start(self.count)
+        self.deadline = time.monotonic() + self.limit
+        for rank in range(self.count):
+            given = {"RANK": rank, "WORLD_SIZE": self.count, "LOCAL_RANK": rank % each}
+            given |= {"LOCAL_WORLD_SIZE": each, "GROUP_RANK": rank // each, "MASTER_PORT": 29500}
+            given |= {"NODE_RANK": rank // each, "TORCHELASTIC_RESTART_COUNT": 0}
+            words = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "check"}
+            words |= {name: str(value) for name, value in given.items()}
+            request = {"root": str(self.root), "world": self.count, "nodes": self.nodes}
+            request |= {"rank": rank, "node": rank // each, "mode": self.mode, "module": module}
+            request |= {"script": str(place), "folder": str(where), "arguments": arguments}
+            words = {"TMPDIR": str(self.root)} | (words if self.mode == "torchrun" else {})
+            request |= {"environment": words, "limit": self.limit}
+            self.warm.connections[rank].send(request)
+        self.follow()
+        texts = [self._text(f".out{rank}")[-3000:] for rank in range(self.count)]
+        told = {key: vars(self)[key] for key in ("events", "ends", "conflict", "nodes", "limit")}
+        polls = "while not os.path" in self.script.read_text(errors="replace")
+        told |= {"script": self.script.name, "ranks": self.count, "polls": polls}
+        return {**told, "outputs": texts, "stands": self._stands()}
 
     def follow(self) -> None:
-        while len(self.ends) < self.count:
-            left = self.deadline - time.monotonic()
-            if left <= 0:
-                return self._look()
-            for item in wait([*self.connections, self.ranks.server], left):
-                if item is self.ranks.server:
-                    rank, self.children[rank], connection = self.ranks.accept(10)
-                    self.connections[connection] = rank
-                else:
-                    self._read(item)  # type: ignore[arg-type]
+        left = dict(zip(self.warm.connections, range(self.count), strict=False))
+        while left:
+            ready: list[Any] = wait(left, max(self.deadline - time.monotonic(), 0))
+            for item in ready:
+                try:
+                    kind, what = item.recv()
+                except (EOFError, OSError):
+                    kind, what = "over", None
+                self._read(left[item], kind, what)
+                if kind == "over":
+                    del left[item]
+            if not ready:
+                for rank in left.values():
+                    self.ends.setdefault(rank, {"how": "time"})
+                return self.warm.stop()
             self._resolve()
 
-    def _read(self, connection: Connection) -> None:
-        rank = self.connections[connection]
-        try:
-            kind, *what = connection.recv()
-        except (EOFError, OSError):
-            del self.connections[connection]
-            self.ends.setdefault(rank, {"how": "died", "rank": rank, "line": ""})
-            return
+    def _read(self, rank: int, kind: str, what: Any) -> None:
         if kind == "call":
-            self.waiting[rank] = tuple(what)  # type: ignore[assignment]
-        elif what[0]["kind"] == "end":
-            self.ends[rank] = what[0]
+            self.waiting[rank] = what
+        elif kind == "over":
+            self.ends.setdefault(rank, {"how": "error", "message": "the process died", "line": ""})
+        elif what["kind"] == "end":
+            self.ends[rank] = what
         else:
-            self.events.append(what[0])
+            self.events.append(what)
 
     def _answer(self, ranks: Any, answer: str) -> None:
-        for connection, rank in self.connections.items():
-            if rank in ranks and rank in self.waiting:
-                del self.waiting[rank]
-                with contextlib.suppress(OSError):
-                    connection.send(answer)
+        for rank in list(ranks):
+            del self.waiting[rank]
+            with contextlib.suppress(OSError):
+                self.warm.connections[rank].send(answer)
 
     def _resolve(self) -> None:
         """Let a collective begin for which all its ranks have come, or find why it never will."""
@@ -215,71 +209,37 @@ class Job:
             if rank not in self.waiting or not complete:
                 continue
             if name == "init_process_group" and all(call[0] == name for call in calls):
-                if sorted(call[2]["given"] for call in calls) != list(range(self.count)):
-                    return self._disagree("ranks")
+                if sorted(call[2]["rank"] for call in calls) != list(range(self.count)):
+                    return self._disagree("equal ranks")
             elif any(call[0] != name or call[2] != signature for call in calls):
-                return self._disagree("calls")
+                return self._disagree("other collectives")
             late = time.monotonic() > self.deadline - 0.4 * self.limit
             self._answer(members, "cut" if late else "go")
         if self.waiting and len(self.waiting.keys() | self.ends.keys()) == self.count:
             if all(end["how"] == "ended" for end in self.ends.values()):
-                self._disagree("alone" if self.ends else "calls")
+                self._disagree("a rank stops alone" if self.ends else "other collectives")
             else:  # the others wait for a rank that failed, or that the check has ended itself
-                self._answer(list(self.waiting), "stop")
+                self._answer(self.waiting, "stop")
 
     def _disagree(self, kind: str) -> None:
         self.conflict = {"kind": kind, "calls": dict(self.waiting), "ended": list(self.ends)}
-        self._answer(list(self.waiting), "stop")
+        self._answer(self.waiting, "stop")
 
-    def _look(self) -> None:
-        """Ask each rank that is left where it stands."""
-        for rank, pid in self.children.items():
-            if rank not in self.ends:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGUSR2)
-                time.sleep(0.3)
-                text = _text(f"{self.root}/.stack{rank}")
-                own = re.findall(rf'File "{re.escape(self.root)}/([^"]+)", line (\d+)', text)
-                self.stands[rank] = ":".join(own[0]) if own else "outside of its own files"
-        for rank in range(self.count):
-            self.ends.setdefault(rank, {"how": "time", "rank": rank, "line": ""})
+    def _text(self, name: str) -> str:
+        path = self.root / name
+        return path.read_text(errors="replace") if path.exists() else ""
 
-    def report(self) -> dict[str, Any]:
-        outputs = [_text(f"{self.root}/.out{rank}")[-3000:] for rank in range(self.count)]
-        found = {"events": self.events, "ends": self.ends, "conflict": self.conflict}
-        return {**found, "outputs": outputs, "stands": self.stands, "limit": self.limit}
-
-    def close(self) -> None:
-        living = [r for r in self.children if self.ends.get(r, {"how": "time"})["how"] == "time"]
-        for pid in (self.children[rank] for rank in living):
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        for connection in self.connections:
-            connection.close()
+    def _stands(self) -> dict[int, str]:
+        """Return where each rank stood shortly before the end of its time."""
+        own = re.compile(rf'File "{re.escape(str(self.root))}/([^"]+)", line (\d+)')
+        late = [rank for rank, end in sorted(self.ends.items()) if end["how"] == "time"]
+        found = {rank: own.search(self._text(f".stack{rank}")) for rank in late}
+        return {r: f"{m[1]}:{m[2]}" if m else "outside of its own files" for r, m in found.items()}
 
 
-def _mortal() -> None:
-    """Let the kernel end a process with the one that started it."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _text(path: str) -> str:
-    return Path(path).read_text(errors="replace") if Path(path).exists() else ""
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _is_in(path: Path, folder: Path) -> bool:
-    return path == folder or folder in path.parents
-
-
-def _base(script: Path, folder: Path) -> Path:
+def _home(script: Path, folder: Path) -> Path:
     """Return the folder to copy: the current one, or that of the script's repository."""
-    if _is_in(script, folder) and folder not in (Path.home(), Path("/"), Path("/tmp")):
+    if script.is_relative_to(folder) and folder not in (Path.home(), Path("/"), Path("/tmp")):
         return folder
     return next((p for p in script.parents if (p / ".git").exists()), script.parent)
 
@@ -307,7 +267,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Does a DDP script do it right?")
     parser.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
     parser.add_argument("--nodes", type=int, default=1, help="hosts that the ranks stand for")
-    parser.add_argument("--launch", choices=["torchrun", "spawn"], help="if it is not recognised")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds (default: 120)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("-m", action="store_true", help="SCRIPT is a module, as for python -m")
@@ -319,10 +278,11 @@ def main() -> int:
         parser.error(f"there is no file {script}")
     if not 2 <= args.ranks <= MOST_RANKS or args.nodes < 1 or args.ranks % args.nodes:
         parser.error(f"--ranks is 2 to {MOST_RANKS}, and a multiple of --nodes")
-    options = {"launch": args.launch, "limit": args.limit, "module": args.script * args.m}
     with Ranks() as ranks:
         try:
-            found = ranks.check(script, args.arguments, args.ranks, args.nodes, **options)
+            module = args.script if args.m else ""
+            own = {"limit": args.limit, "module": module}
+            found = ranks.check(script, args.arguments, args.ranks, args.nodes, **own)
         except (TimeoutError, EOFError):
             print("could not run your script: the check's own ranks did not start: see above")
             return 3

@@ -2,232 +2,175 @@
 
 import contextlib
 import faulthandler
-import multiprocessing
+import importlib
 import os
 import pickle
 import random
 import signal
-import socket
 import sys
 import traceback
 import types
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import MagicMock
 
-import devices
-import files
 import numpy as np
 import record
-import shares
-import source
 import torch
 import torch.multiprocessing as mp
-import training
-from record import state
+from record import around, state
 
-OWN = ("devices", "files", "record", "shares", "source", "training")
-PRELOADED = ["torch._dynamo", "torch.distributed.optim", "torch.distributed.fsdp"]
-SEEDS = torch.seed, random.seed, np.random.seed
-_started: list[Any] = []
+OWN = ("source", "shares", "devices", "files", "training")
+PRELOADED = ("torch._dynamo", "torch.distributed.optim", "torch.distributed.fsdp", "torchvision")
+_processes: list[Any] = []  # those that the script started, each of which is a rank
 
 
-def connect(address: str) -> Connection:
-    channel = socket.socket(socket.AF_UNIX)
-    channel.connect(address)
-    return Connection(channel.detach())
-
-
-def serve(address: str, rank: int) -> None:
+def serve(connection: Connection) -> None:
+    """Run one script after another, each in a process of its own."""
     for name in PRELOADED:
-        __import__(name)
-    with contextlib.suppress(ImportError):
-        __import__("torchvision")
-    connection = connect(address)
-    connection.send((rank, os.getpid()))
+        with contextlib.suppress(ImportError):
+            __import__(name)
+    connection.send("ready")
     while True:
         try:
             request = connection.recv()
         except EOFError:
             return
-        child = os.fork()
-        if not child:
-            connection.close()
-            run(address, request)
-        os.waitpid(child, 0)
+        if not os.fork():
+            run(connection, request)
+        os.wait()
+        connection.send(("over", None))
 
 
-def run(address: str, request: dict[str, Any]) -> None:
+def run(connection: Connection, request: dict[str, Any]) -> None:
     """Run the script as this rank, and never return."""
-    for name in ("root", "rank", "world", "nodes", "mode"):
+    for name in ("root", "rank", "world", "nodes", "node", "mode"):
         setattr(state, name, request[name])
-    state.connection = connect(address)
-    state.connection.send((state.rank, os.getpid()))
-    state.is_parent = state.mode == "spawn"
+    state.connection, state.is_parent = connection, state.mode == "spawn"
     out = os.open(f"{state.root}/.out{state.rank}", os.O_WRONLY | os.O_CREAT)
     for number, target in ((0, os.open(os.devnull, os.O_RDONLY)), (1, out), (2, out)):
         os.dup2(target, number)
     stacks = open(f"{state.root}/.stack{state.rank}", "w")  # noqa: SIM115
-    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=False)
-    for name in request["unset"]:
-        os.environ.pop(name, None)
+    faulthandler.dump_traceback_later(0.9 * request["limit"], file=stacks)
+    signal.alarm(int(request["limit"]) + 60)  # if nobody is left who would end this process
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     os.environ.update(request["environment"])
-    path, home = request["script"], os.path.dirname(os.path.abspath(__file__))
     os.chdir(request["folder"])
-    node = state.rank // (state.world // state.nodes)
-    sys.argv = [path, *(item.replace("{node}", str(node)) for item in request["arguments"])]
-    first = request["folder"] if request["module"] else os.path.dirname(path)
-    sys.path[:] = [first, *(item for item in sys.path if item != home)]
+    path, module, home = request["script"], request["module"], os.path.dirname(__file__)
+    sys.argv = [path, *(item.replace("{node}", str(state.node)) for item in request["arguments"])]
+    first = request["folder"] if module else os.path.dirname(path)
     torch.set_num_threads(1)
-    for seeding in SEEDS:
-        seeding()
+    _seed()
+    own = {name: importlib.import_module(name) for name in OWN}
+    for name in (*OWN, "record"):  # the script may have modules of these names
+        del sys.modules[name]
+    sys.path[:] = [first, *(item for item in sys.path if item != home)]
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=path, __builtins__=__builtins__, __cached__=None)
-    main.__package__ = request["module"].rpartition(".")[0] or None
-    for name in OWN:
-        sys.modules.pop(name, None)
+    main.__package__ = module.rpartition(".")[0] or None
     sys.modules["__main__"] = main
-    for module in (source, shares, devices, files, training):
-        module.install()
     os._exit = _leaves  # type: ignore[assignment]
-    if state.mode == "spawn":
-        _install_processes()
     try:
-        with open(path, "rb") as file:
-            code = source.compiled(file.read(), path)
-        exec(code, main.__dict__)
-        if _started:
-            _run_started()
+        exec(own["source"].compiled(Path(path).read_bytes(), path), main.__dict__)
+        _run_processes()
     except SystemExit as leaving:
         _leaves(leaving.code)
     except BaseException as error:
-        _failed(error)
-    record.leave("ended", line="")
+        _failed(error, own["training"].wrappers)
+    record.leave("ended")
+
+
+def _seed() -> None:
+    for seeding in (torch.seed, random.seed, np.random.seed):
+        seeding()  # type: ignore[operator]
 
 
 def _leaves(code: Any) -> NoReturn:
     if code in (None, 0):
-        record.leave("ended", line="")
-    record.leave("error", message=f"it ended with exit status {code}", line="")
+        record.leave("ended")
+    record.leave("error", message=f"it ended with exit status {code}")
 
 
-def _failed(error: BaseException) -> None:
+def _failed(error: BaseException, wrappers: list[Any]) -> None:
     """Report an exception, with the script's own line. What it means is the verdict's affair."""
     traceback.print_exception(error)
     places = [(str(f.filename), f.lineno) for f in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):
         places.append((str(error.filename), error.lineno))
     own = [(name, line) for name, line in places if name.startswith(state.root)]
-    path = getattr(error, "filename", None)
+    message = f"{type(error).__name__}: {error}"[:2000]
+    if isinstance(error, ModuleNotFoundError):
+        message = f"it needs the package {error.name}, which is not installed here"
     record.leave(
         "error",
-        kind_of=type(error).__name__,
-        missing=error.name if isinstance(error, ModuleNotFoundError) else "",
-        message=f"{type(error).__name__}: {error}"[:2000],
-        path=files.name_of(path) if isinstance(error, OSError) and isinstance(path, str) else "",
-        wrappers=[{"events": w.events, "names": w.trainable} for w in training.wrappers],
+        message=message,
+        events=[item.events for item in wrappers],
+        names=[list(item.trained.values()) for item in wrappers],
         line=f"{os.path.relpath(own[-1][0], state.root)}:{own[-1][1]}" if own else "",
     )
 
 
-def _each() -> int:
-    return state.world // state.nodes
-
-
-def _started_ranks(count: int) -> None:
-    if count != _each():
-        record.leave("ranks", wanted=count * state.nodes)
+@contextlib.contextmanager
+def _as_a_rank(count: int) -> Any:
+    """Be the process of this rank. What follows in the parent is left to rank 0."""
+    if state.mode != "spawn" or count != state.world // state.nodes:
+        record.leave("again", ranks=count * state.nodes, mode="spawn")
     state.is_parent = False
-
-
-def _spawn(fn: Any, args: Any = (), nprocs: int = 1, *more: Any, **keywords: Any) -> Any:
-    """Stand for ``mp.spawn``: this process is the rank with its number."""
-    _started_ranks(nprocs)
-    path = f"{state.root}/.arguments"
-    with files.plainly():  # there is one parent, and what it drew by chance goes to all ranks
-        if state.rank == 0:
-            with open(path, "wb") as file, contextlib.suppress(Exception):  # such as a queue
-                file.write(pickle.dumps(args))
-        record.call("the start of the ranks")
-        with open(path, "rb") as file:
-            sent = file.read()
-    for seeding in SEEDS:
-        seeding()
-    fn(state.rank % _each(), *(pickle.loads(sent) if sent and state.rank else args))
-    return _ended()
-
-
-def _ended() -> Any:
+    _seed()
+    yield state.rank % count
     if state.rank:
-        record.leave("ended", line="")
+        record.leave("ended")
     state.is_parent = True
+
+
+def _sent(given: Any) -> Any:
+    """Return what rank 0 has: there is one parent, and what it drew by chance goes to all ranks."""
+    path = f"{state.root}/.given"
+    if state.rank == 0:
+        with open(path, "wb") as file, contextlib.suppress(Exception):  # such as a queue
+            pickle.dump(given, file)
+    record.call("the start of the ranks")
+    with contextlib.suppress(Exception), open(path, "rb") as file:
+        return pickle.load(file)
+    return given
+
+
+def spawn(real: Any, fn: Any, args: Any = (), nprocs: int = 1, *more: Any, **keywords: Any) -> Any:
+    """Stand for ``mp.spawn``: this process is the rank with its number."""
+    with _as_a_rank(nprocs) as index:
+        fn(index, *_sent(args))
     return types.SimpleNamespace(join=lambda *args, **keywords: True, processes=[])
 
 
-class _Process:
-    """Stands for a process that the script starts itself, which is then a rank."""
-
-    real: Any = multiprocessing.Process
-
-    def __new__(cls, *args: Any, **keywords: Any) -> Any:
-        if cls is _Process and not record.called_by_script():
-            return _Process.real(*args, **keywords)
-        return super().__new__(cls)
-
-    def __init__(
-        self, group: Any = None, target: Any = None, name: Any = None, args: Any = (), **more: Any
-    ) -> None:
-        self.target, self.args, self.kwargs = target, args, more.get("kwargs") or {}
-        self.name, self.daemon, self.exitcode, self.pid = name, more.get("daemon"), 0, os.getpid()
-
-    def run(self) -> None:
-        if self.target:
-            self.target(*self.args, **self.kwargs)
-
-    def start(self) -> None:
-        _started.append(self)
-
-    def join(self, timeout: Any = None) -> None:
-        if _started:
-            _run_started()
-
-    def is_alive(self) -> bool:
-        return False
-
-    def terminate(self) -> None:
-        return None
-
-    kill = close = terminate
+around(mp, sys.modules["torch.multiprocessing.spawn"])(spawn)
+around(mp, sys.modules["torch.multiprocessing.spawn"], name="start_processes")(spawn)
 
 
-class _Barrier:
-    """Stands for a barrier of the processes that the script starts."""
-
-    def __init__(self, parties: int, *args: Any, **keywords: Any) -> None:
-        self.parties = parties
-
-    def wait(self, timeout: Any = None) -> int:
-        record.call("a barrier of the processes")
-        return state.rank
+@around(BaseProcess)
+def start(real: Any, self: Any) -> None:
+    if state.groups or not record.called_by_script():
+        return real(self)
+    self._popen = MagicMock(**{"poll.return_value": 0})
+    _processes.append(self)
 
 
-def _run_started() -> None:
-    started = list(_started)
-    _started.clear()
-    _started_ranks(len(started))
-    started[state.rank % _each()].run()
-    _ended()
+@around(BaseProcess)
+def join(real: Any, self: Any, timeout: Any = None) -> None:
+    _run_processes()
+    real(self, timeout)
 
 
-def _install_processes() -> None:
-    for module in (mp, sys.modules["torch.multiprocessing.spawn"]):
-        module.spawn = module.start_processes = _spawn  # type: ignore[attr-defined]
-    for module in (mp, multiprocessing):
-        module.Process = _Process  # type: ignore[attr-defined]
-        module.set_start_method = lambda *args, **keywords: None  # type: ignore[attr-defined]
-        module.Barrier = _Barrier  # type: ignore[attr-defined]
-    for name in ("SpawnContext", "ForkContext", "ForkServerContext"):
-        getattr(multiprocessing.context, name).Process = _Process
+def _run_processes() -> None:
+    started = list(_processes)
+    _processes.clear()
+    if started:
+        with _as_a_rank(len(started)) as index:
+            given = _sent([process._args for process in started])
+            started[index]._args = given[index]
+            started[index].run()
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], int(sys.argv[2]))
+    serve(Connection(int(sys.argv[1])))

@@ -1,10 +1,11 @@
-"""What a rank tells the launcher: events, and each collective before it begins.
+"""What a rank tells the launcher: events, its own findings, each collective before it begins.
 
 The launcher answers a collective once all ranks have announced theirs. So a rank that calls another
 one, or none, is seen at once, without a timeout.
 """
 
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -16,7 +17,7 @@ class State:
     """This process among the ranks. There is one script in a process, so there is one state."""
 
     connection: Any = None
-    rank, world, nodes = 0, 2, 1
+    rank, world, nodes, node = 0, 2, 1, 0
     root = ""  # of the copy in which the script runs
     mode = "torchrun"  # or "spawn"
     is_parent = False  # before mp.spawn has started the ranks
@@ -24,13 +25,30 @@ class State:
     cut = False  # the launcher wants an end at the next optimizer step
     quiet = 0  # inside a collective, whose own collectives are not announced
     groups = 0
-    at_the_end: Callable[[], None] | None = None
 
 
 state = State()
+at_the_end: list[Callable[[], None]] = []
 _lock = threading.RLock()
 _exit = os._exit
-_seen: set[Any] = set()
+_told: set[Any] = set()
+
+
+def around(*owners: Any, name: str = "") -> Any:
+    """Put a function around the one of its name in each owner. It gets that one first."""
+
+    def replace(new: Any) -> Any:
+        real = getattr(owners[0], name or new.__name__)
+
+        @functools.wraps(real)
+        def function(*args: Any, **keywords: Any) -> Any:
+            return new(real, *args, **keywords)
+
+        for owner in owners:
+            setattr(owner, name or new.__name__, function)
+        return function
+
+    return replace
 
 
 def frames() -> Iterator[str]:
@@ -43,36 +61,31 @@ def frames() -> Iterator[str]:
         frame = frame.f_back
 
 
-def line() -> str:
-    return next(frames(), "")
-
-
 def called_by_script() -> bool:
-    """Whether the function that asks was called directly by the script, not by a library."""
-    return sys._getframe(2).f_code.co_filename.startswith(state.root)
+    """Whether the script itself called the replaced function that asks, not a library."""
+    return sys._getframe(3).f_code.co_filename.startswith(state.root)
 
 
-def emit(kind: str, **facts: Any) -> None:
-    event = {"kind": kind, "rank": state.rank, "clock": state.clock, "line": line(), **facts}
+def tell(kind: str, **facts: Any) -> None:
+    """Send an event. A kind of findings.txt is a finding: with ``same`` if two ranks share that."""
+    if state.is_parent and "same" in facts:
+        return
+    event = {"kind": kind, "rank": state.rank, "clock": state.clock, "line": next(frames(), "")}
     with _lock:
-        state.connection.send(("event", event))
+        state.connection.send(("event", event | facts))
 
 
-def emit_once(kind: str, key: Any = None, **facts: Any) -> None:
-    if (kind, key) not in _seen:
-        _seen.add((kind, key))
-        emit(kind, **facts)
-
-
-def left_out(what: str) -> None:
-    emit_once("left out", what, what=what)
+def tell_once(kind: str, what: Any = "", **facts: Any) -> None:
+    if (kind, what) not in _told:
+        _told.add((kind, what))
+        tell(kind, what=what, **facts)
 
 
 def call(name: str, ranks: list[int] | None = None, **signature: Any) -> None:
     """Announce a collective, and wait until all its ranks have announced theirs."""
     with _lock:
-        ranks = list(range(state.world)) if ranks is None else ranks
-        state.connection.send(("call", name, tuple(ranks), signature, line()))
+        members = tuple(range(state.world) if ranks is None else ranks)
+        state.connection.send(("call", (name, members, signature, next(frames(), "?"))))
         answer = state.connection.recv()
     if answer == "stop":
         leave("stopped")
@@ -91,9 +104,9 @@ def quietly() -> Iterator[None]:
 
 def leave(how: str, **facts: Any) -> NoReturn:
     """End this process. No exception, since the script could catch it."""
-    if state.at_the_end:
-        state.at_the_end()
-    emit("end", how=how, **facts)
+    for finish in at_the_end:
+        finish()
+    tell("end", **{"how": how, "line": "", **facts})
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()

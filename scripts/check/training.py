@@ -1,8 +1,11 @@
 """Watch a training: its process group, its wrapper, its optimizers, and what came between steps."""
 
-import functools
+import contextlib
 import inspect
 import os
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import devices
@@ -10,7 +13,7 @@ import record
 import shares
 import torch
 import torch.distributed as dist
-from record import state
+from record import around, state
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed import fsdp
@@ -20,261 +23,236 @@ from torch.optim.optimizer import register_optimizer_step_post_hook as after_ste
 from torch.optim.optimizer import register_optimizer_step_pre_hook as before_step
 
 SHOWN = 40  # steps that are compared
-COLLECTIVES = [
-    "all_reduce",
-    "broadcast",
-    "reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "gather",
-]
-COLLECTIVES += ["reduce_scatter", "reduce_scatter_tensor", "scatter", "all_to_all", "barrier"]
-COLLECTIVES += ["all_to_all_single", "monitored_barrier", "all_gather_object", "gather_object"]
-COLLECTIVES += ["broadcast_object_list", "scatter_object_list"]
-BATCH_NORM, DROPOUT = nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd
+COLLECTIVE = re.compile("reduce|gather|broadcast|scatter|all_to_all|barrier")
+NORM_DROPOUT = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
+GradScaler = torch.amp.grad_scaler.GradScaler
 wrappers: list["Watched"] = []
-optimizers: list[Any] = []
-scalers: list[Any] = []
-_real_init, _real_new_group = dist.init_process_group, dist.new_group
-_real_load_state_dict = nn.Module.load_state_dict
-_real_run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+_optimizers: list[Any] = []
+_scaled: set[Any] = set()  # scalers that scaled a loss, until their update
+# How deep in modules, in backwards and in steps; and which random states a forward began with.
+_now = SimpleNamespace(depth=0, backwards=0, steps=0, forwards=0, drawn=None)
+_values: list[tuple[Any, ...]] = []
 
 
 class Watched:
     """What is known of one wrapped model."""
 
     def __init__(self, ddp: Any) -> None:
-        self.ddp, self.module = ddp, ddp.module
         named = list(ddp.module.named_parameters())
+        self.ddp, self.line = ddp, next(record.frames(), "")
         self.names = {id(p): name for name, p in named}
-        self.trainable = [name for name, p in named if p.requires_grad]
-        self.trained = {id(p) for _, p in named if p.requires_grad}
-        self.modules = {id(module) for module in ddp.module.modules()}
+        self.trained = {id(p): name for name, p in named if p.requires_grad}
+        self.modules = {id(module) for module in (ddp, *ddp.module.modules())}
         self.inside = self.sent = 0  # forwards under way, backwards that were averaged
         self.events: list[tuple[str, str]] = []  # since the last step: a letter and a line
-        self.user_hook: Any = None
-        self.no_sync: list[int] | None = None
+        self.hook: Any = None
+        self.needless = ddp.find_unused_parameters
 
     def note(self, letter: str) -> None:
         if len(self.events) < 60:
-            self.events.append((letter, record.line()))
+            self.events.append((letter, next(record.frames(), "")))
 
-    def ranks(self) -> list[int]:
-        return dist.get_process_group_ranks(self.ddp.process_group)
+    def letters(self) -> str:
+        return "".join(letter for letter, _ in self.events)
+
+    def call(self, name: str, **signature: Any) -> None:
+        record.call(name, dist.get_process_group_ranks(self.ddp.process_group), **signature)
 
 
-def init_process_group(
-    backend: Any = None, init_method: Any = None, timeout: Any = None, *args: Any, **given: Any
-) -> None:
-    given |= dict(zip(("world_size", "rank"), args, strict=False))
-    world, rank = (
-        int(os.environ[name.upper()] if given.get(name, -1) in (-1, None) else given[name])
-        for name in ("world_size", "rank")
-    )
+def watched(ddp: Any) -> Watched:
+    return ddp.__dict__["_watched"]
+
+
+@around(dist, c10d)
+def init_process_group(real: Any, *args: Any, **keywords: Any) -> None:
+    given = inspect.signature(real).bind(*args, **keywords).arguments
+    for name in ("world_size", "rank"):
+        if given.get(name) in (-1, None):
+            given[name] = os.environ[name.upper()]
+    world, rank = int(given["world_size"]), int(given["rank"])
     if world != state.world:
-        record.leave("ranks", wanted=world)
-    record.call("init_process_group", given=rank)
+        record.leave("again", ranks=world)
+    record.call("init_process_group", rank=rank)
     state.groups += 1
     state.is_parent = False
     store = dist.FileStore(f"{state.root}/.store{state.groups}", world)
     with record.quietly():
-        _real_init("gloo", store=store, rank=rank, world_size=world)
-    record.emit("group")
+        real("gloo", store=store, rank=rank, world_size=world)
+    record.tell("group")
 
 
-def _new_group(ranks: Any = None, *args: Any, **keywords: Any) -> Any:
+@around(dist, c10d)
+def new_group(real: Any, ranks: Any = None, *args: Any, **keywords: Any) -> Any:
     if state.quiet:
-        return _real_new_group(ranks, *args, **keywords)
-    record.call("new_group", members=list(ranks) if ranks is not None else None)
+        return real(ranks, *args, **keywords)
+    record.call("new_group", members=None if ranks is None else list(ranks))
     with record.quietly():
-        return _real_new_group(ranks, backend="gloo")
+        return real(ranks, backend="gloo")
 
 
-def _wrap_collective(name: str) -> None:
-    real = getattr(dist, name)
-    signature = inspect.signature(real)
+def _announce(name: str) -> None:
+    signature = inspect.signature(getattr(dist, name))
 
-    @functools.wraps(real)
-    def collective(*args: Any, **keywords: Any) -> Any:
-        bound = signature.bind(*args, **keywords)
-        given = bound.arguments
+    def collective(real: Any, *args: Any, **keywords: Any) -> Any:
+        given = signature.bind(*args, **keywords).arguments
         group = given.get("group")
         outside = group is dist.GroupMember.NON_GROUP_MEMBER
         if state.quiet or outside or not dist.is_initialized():
             return real(*args, **keywords)
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        tensor = given.get("tensor", given.get("input_tensor", given.get("input")))
         facts = {key: given[key] for key in ("src", "dst") if given.get(key) is not None}
-        if isinstance(tensor, Tensor):
+        tensor = next((item for item in given.values() if isinstance(item, Tensor)), None)
+        if tensor is not None and "all_to_all" not in name:  # whose sizes may differ
             facts |= {"elements": tensor.numel(), "dtype": str(tensor.dtype)}
-            owners = (p for o in optimizers for g in o.param_groups for p in g["params"])
-            at = tensor.data_ptr()
-            if any(p.grad is not None and p.grad.data_ptr() == at for p in owners):
-                record.emit_once("averaged by hand")
-        record.call(name, ranks, **facts)
-        record.emit("collective", name=name)
-        mean = given.get("op") == dist.ReduceOp.AVG  # which gloo does not have
-        if mean:
-            given["op"] = dist.ReduceOp.SUM
+            owners = (p.grad for o in _optimizers for g in o.param_groups for p in g["params"])
+            if any(grad is not None and grad.data_ptr() == tensor.data_ptr() for grad in owners):
+                record.tell_once("averaged by hand")
+        record.call(name, dist.get_process_group_ranks(group or dist.group.WORLD), **facts)
+        if re.search("reduce|gather", name):
+            record.tell("combined")
         with record.quietly():
-            work = real(*bound.args, **bound.kwargs)
-            if mean:
-                if work is not None:
-                    work.wait()
-                given.get("output", given.get("tensor")).div_(len(ranks))  # type: ignore[union-attr]
-        return work
+            return real(*args, **keywords)
 
-    setattr(dist, name, collective)
-    setattr(c10d, name, collective)
+    around(dist, c10d, name=name)(collective)
+
+
+for _name, _function in list(vars(dist).items()):
+    if COLLECTIVE.search(_name) and inspect.isfunction(_function) and _name[0] != "_":
+        _announce(_name)
+dist.is_nccl_available = lambda: True
 
 
 def _average(item: Watched, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket, as DDP does, once all ranks have come to it."""
-    ranks, buffer = item.ranks(), bucket.buffer()
-    record.call("gradients", ranks, bucket=bucket.index(), elements=buffer.numel())
+    buffer = bucket.buffer()
+    item.call("gradients", bucket=bucket.index(), elements=buffer.numel())
     item.sent += bucket.is_last()
     with record.quietly():
-        if item.user_hook is not None:
-            own, hook = item.user_hook
+        if item.hook is not None:
+            own, hook = item.hook
             return hook(own, bucket)
-        buffer.div_(len(ranks))
+        buffer.div_(dist.get_world_size(item.ddp.process_group))
         work = dist.all_reduce(buffer, group=item.ddp.process_group, async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
 
-def _wrap_ddp() -> None:
-    real_init, real_forward, before = DDP.__init__, DDP.forward, DDP._pre_forward
-    buffers, register, no_sync = DDP._sync_buffers, DDP.register_comm_hook, DDP.no_sync
-    signature = inspect.signature(real_init)
-
-    @functools.wraps(real_init)
-    def init(self: Any, *args: Any, **keywords: Any) -> None:
-        bound = signature.bind(self, *args, **keywords)
-        given = bound.arguments
-        module, listed = given["module"], given.pop("device_ids", None)
-        given.pop("output_device", None)
-        index = devices.index_of(listed[0]) if listed else devices.place_of(module)
-        index = None if index is None else devices.use(index)
-        group = given.get("process_group")
-        if dist.is_initialized():
-            ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-            elements = sum(p.numel() for p in module.parameters())
-            record.call("DistributedDataParallel", ranks, elements=elements)
-        with record.quietly():
-            real_init(*bound.args, **bound.kwargs)
-            item = self.__dict__["_watched"] = Watched(self)
-            register(self, item, _average)
-        wrappers.append(item)
-        device = None if index is None else devices.visible()[index]
-        record.emit("wrapped", device=device, unused=self.find_unused_parameters)
-
-    def forward(self: Any, *args: Any, **keywords: Any) -> Any:
-        item = self.__dict__["_watched"]
-        if torch.is_grad_enabled():
-            item.note("F" if self.require_backward_grad_sync else "f")
-            if item.no_sync is not None:
-                item.no_sync[0] += 1
-        item.inside += 1
-        try:
-            return real_forward(self, *args, **keywords)
-        finally:
-            item.inside -= 1
-
-    def pre_forward(self: Any, *args: Any, **keywords: Any) -> Any:
-        item = self.__dict__["_watched"]
-        rebuilds = torch.is_grad_enabled() and not self.find_unused_parameters
-        if rebuilds and item.sent and not self._has_rebuilt_buckets:
-            record.call("new buckets", item.ranks())
-        return before(self, *args, **keywords)
-
-    def sync_buffers(self: Any) -> None:
-        record.call("buffers", self.__dict__["_watched"].ranks())
-        with record.quietly():
-            buffers(self)
-
-    def register_comm_hook(self: Any, own: Any, hook: Any) -> None:
-        self.__dict__["_watched"].user_hook = (own, hook)
-
-    def join(self: Any, *args: Any, **keywords: Any) -> Any:
-        record.leave("not judged", reason="it uses Join, whose ranks may differ by intention")
-
-    devices._replace(DDP, __init__=init, forward=forward, _pre_forward=pre_forward, join=join)
-    devices._replace(DDP, _sync_buffers=sync_buffers, register_comm_hook=register_comm_hook)
-    devices._replace(DDP, no_sync=lambda self: _NoSync(self, no_sync(self)))
-    DDP._passing_sync_batchnorm_handle = lambda self, module: None  # type: ignore[method-assign]
+_ddp_arguments, _register = inspect.signature(DDP.__init__), DDP.register_comm_hook
 
 
-class _NoSync:
-    """``no_sync``, with a count of the forwards and backwards that it encloses."""
-
-    def __init__(self, ddp: Any, real: Any) -> None:
-        self.item, self.real, self.line = ddp.__dict__["_watched"], real, record.line()
-
-    def __enter__(self) -> None:
-        self.item.no_sync = [0, 0]
-        self.real.__enter__()
-
-    def __exit__(self, *error: Any) -> Any:
-        (forwards, backwards), self.item.no_sync = self.item.no_sync, None
-        if backwards and not forwards and any(letter == "F" for letter, _ in self.item.events):
-            record.emit_once("half no_sync", self.line, line=self.line)
-        return self.real.__exit__(*error)
-
-
-class _Forward:
-    """Where the forwards stand: how deep in modules, and whether a backward is under way."""
-
-    depth = backwards = seen = 0
-    before: Any = None
-    entered: Any = None
+@around(DDP, name="__init__")
+def wrap(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
+    bound = _ddp_arguments.bind(self, *args, **keywords)
+    given = bound.arguments
+    listed = given.pop("device_ids", None)
+    given.pop("output_device", None)
+    placed = (part.__dict__.get("_pretended") for part in given["module"].modules())
+    index = listed[0] if listed else next((own for own in placed if own is not None), None)
+    if dist.is_initialized():
+        ranks = dist.get_process_group_ranks(given.get("process_group") or dist.group.WORLD)
+        elements = sum(p.numel() for p in given["module"].parameters())
+        record.call("DistributedDataParallel", ranks, elements=elements)
+    with record.quietly():
+        real(*bound.args, **bound.kwargs)
+        item = self.__dict__["_watched"] = Watched(self)
+        _register(self, item, _average)
+    wrappers.append(item)
+    record.tell("wrapped")
+    if index is not None:
+        device = devices.visible()[devices.use(index)]
+        record.tell("two ranks on one device", same=(state.node, device), device=device)
 
 
-_Forward.entered = []
+@around(DDP)
+def forward(real: Any, self: Any, *args: Any, **keywords: Any) -> Any:
+    item = watched(self)
+    if torch.is_grad_enabled():
+        item.note("F" if self.require_backward_grad_sync else "f")
+    item.inside += 1
+    try:
+        return real(self, *args, **keywords)
+    finally:
+        item.inside -= 1
+
+
+@around(DDP)
+def _pre_forward(real: Any, self: Any, *args: Any, **keywords: Any) -> Any:
+    rebuilds = torch.is_grad_enabled() and not self.find_unused_parameters
+    if rebuilds and watched(self).sent and not self._has_rebuilt_buckets:
+        watched(self).call("new buckets")
+    return real(self, *args, **keywords)
+
+
+@around(DDP)
+def _sync_buffers(real: Any, self: Any) -> None:
+    watched(self).call("buffers")
+    with record.quietly():
+        real(self)
+
+
+@around(DDP)
+def register_comm_hook(real: Any, self: Any, own: Any, hook: Any) -> None:
+    watched(self).hook = (own, hook)
+
+
+@around(DDP)
+@contextlib.contextmanager
+def no_sync(real: Any, self: Any) -> Iterator[None]:
+    item, line = watched(self), next(record.frames(), "")
+    item.note("(")
+    with real(self):
+        yield
+    if re.search(r"F\w*\(B+$", item.letters()):
+        record.tell_once("no_sync around the backward", line=line)
+    item.note(")")
+
+
+DDP._passing_sync_batchnorm_handle = lambda self, module: None  # type: ignore[method-assign]
 
 
 def _module_begins(module: nn.Module, inputs: Any) -> None:
     grads = torch.is_grad_enabled()
-    if _Forward.depth == 0:
-        alike = [p for p in module.modules() if isinstance(p, BATCH_NORM | DROPOUT)]
-        mode = any(p.training for p in alike) if alike else None
-        used = shares.forward_begins(grads, isinstance(module, DDP), mode)
-        if used and grads and _Forward.seen < 3:
-            _Forward.seen += 1
-            _Forward.before = shares.Randomness()
-    _Forward.depth += 1
-    if not grads or _Forward.backwards:
+    if _now.depth == 0:
+        modes = [part.training for part in module.modules() if isinstance(part, NORM_DROPOUT)]
+        mode = any(modes) if modes else None
+        if shares.forward_begins(grads, isinstance(module, DDP), mode) and grads:
+            _now.forwards += 1
+            _now.drawn = shares.marks() if _now.forwards <= 3 else None
+    _now.depth += 1
+    if not grads or _now.backwards:
         return
     for item in wrappers:
-        if id(module) in item.modules and not item.inside:
-            is_inner = any(entry[0] is item for entry in _Forward.entered)
-            if not is_inner and any(p.requires_grad for p in module.parameters()):
-                item.note("P")
-            _Forward.entered.append((item, module))
+        past = id(module) in item.modules and module is not item.ddp and not item.inside
+        if (
+            past
+            and item.letters()[-1:] != "P"
+            and any(p.requires_grad for p in module.parameters())
+        ):
+            item.note("P")
 
 
 def _module_ends(module: nn.Module, inputs: Any, output: Any) -> None:
-    _Forward.depth = max(_Forward.depth - 1, 0)
-    while _Forward.entered and (_Forward.depth == 0 or _Forward.entered[-1][1] is module):
-        _Forward.entered.pop()
-    if _Forward.depth == 0 and _Forward.before is not None:
-        draws, _Forward.before = _Forward.before.used(), None
-        record.emit("forward", draws=draws)
+    _now.depth = max(_now.depth - 1, 0)
+    if _now.depth == 0 and _now.drawn is not None:
+        shares.tell_draws("in a forward, as for dropout", _now.drawn)
+        _now.drawn = None
 
 
-def _run_backward(*args: Any, **keywords: Any) -> Any:
+modules.register_module_forward_pre_hook(_module_begins)
+modules.register_module_forward_hook(_module_ends, always_call=True)
+
+
+@around(torch.autograd)
+def _engine_run_backward(real: Any, *args: Any, **keywords: Any) -> Any:
     if keywords.get("accumulate_grad"):  # not in torch.autograd.grad
         shares.backward_begins()
         for item in wrappers:
             item.note("B")
-            if item.no_sync is not None:
-                item.no_sync[1] += 1
-    _Forward.backwards += 1  # in which checkpointing computes a part of the forward again
+    _now.backwards += 1  # in which checkpointing computes a part of the forward again
     try:
         # Tensor.backward has switched the mode off, which hooks and custom functions need as well.
         with devices.Devices():
-            return _real_run_backward(*args, **keywords)
+            return real(*args, **keywords)
     finally:
-        _Forward.backwards -= 1
+        _now.backwards -= 1
 
 
 def _sums(tensor: Any) -> tuple[float, float] | None:
@@ -286,106 +264,107 @@ def _sums(tensor: Any) -> tuple[float, float] | None:
     return values.sum().item(), (values * values.abs()).sum().item()
 
 
-class _Step:
-    depth = count = 0
-    facts: Any = None
-
-
-def _step_begins(optimizer: Any, args: Any, keywords: Any) -> None:
-    _Step.depth += 1
-    if _Step.depth > 1:  # an optimizer inside of an optimizer
-        return
-    _Step.facts = []
-    for number, group in enumerate(optimizer.param_groups):
-        for position, p in enumerate(group["params"]):
-            name = f"parameter {position} of group {number}"
-            name = next((w.names[id(p)] for w in wrappers if id(p) in w.names), name)
-            _Step.facts.append((name, p, _sums(p), _sums(p.grad)))
-
-
 def _kind(parameter: Tensor) -> str:
     """Return how a parameter belongs to a wrapper."""
     if any(id(parameter) in item.trained for item in wrappers):
         return "averaged"
     if any(id(parameter) in item.names for item in wrappers):
         return "unfrozen after wrapping"
-    own = (p for item in wrappers for p in item.module.parameters())
+    own = (p for item in wrappers for p in item.ddp.module.parameters())
     return "added after wrapping" if any(parameter is p for p in own) else "outside the wrapper"
 
 
-def _step_ends(optimizer: Any, args: Any, keywords: Any) -> None:
-    _Step.depth -= 1
-    if _Step.depth:
+def _step_begins(optimizer: Any, args: Any, keywords: Any) -> None:
+    _now.steps += 1
+    if _now.steps > 1:  # an optimizer inside of an optimizer
         return
-    if not any(optimizer is own for own in optimizers):
-        optimizers.append(optimizer)
-    number = next(n for n, own in enumerate(optimizers) if own is optimizer)
+    _values.clear()
+    for number, group in enumerate(optimizer.param_groups):
+        for position, p in enumerate(group["params"]):
+            name = f"parameter {position} of group {number}"
+            name = next((w.names[id(p)] for w in wrappers if id(p) in w.names), name)
+            _values.append((name, p, _sums(p), _sums(p.grad)))
+
+
+def _step_ends(optimizer: Any, args: Any, keywords: Any) -> None:
+    _now.steps -= 1
+    if _now.steps:
+        return
+    if not any(optimizer is own for own in _optimizers):
+        _optimizers.append(optimizer)
+        optimizer.__dict__["_seen"] = {"count": 0, "idle": True, "parameters": len(_values)}
+    seen = optimizer.__dict__["_seen"]
+    seen |= {"count": seen["count"] + 1, "line": next(record.frames(), "")}
+    seen["idle"] = seen["idle"] and all(grad is None for *_, grad in _values)
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    values = [(name, _kind(p), before, grad, _sums(p)) for name, p, before, grad in _Step.facts]
+    values = [(name, _kind(p), before, grad, _sums(p)) for name, p, before, grad in _values]
     events = [item.events for item in wrappers]
-    record.emit("step", optimizer=number, values=values, rates=rates, events=events)
-    _Step.count += 1
+    record.tell("step", values=values, rates=rates, events=events)
     for item in wrappers:
+        own = [grad for _, kind, _, grad, _ in values if kind == "averaged"]
+        item.needless = item.needless and all(grad and any(grad) for grad in own)
         item.events = []
-    if state.cut or _Step.count >= SHOWN:
-        record.leave("cut", reason=f"the training was ended after {_Step.count} steps")
+    total = sum(own.__dict__["_seen"]["count"] for own in _optimizers)
+    if state.cut or total >= SHOWN:
+        record.leave("cut", message=f"the training was ended after {total} steps")
 
 
-def _wrap_scaling() -> None:
-    scaler = torch.amp.grad_scaler.GradScaler
-    scale, update, clip = scaler.scale, scaler.update, torch.nn.utils.clip_grad_norm_
-
-    def scaled(self: Any, outputs: Any) -> Any:
-        scalers[:] = [*(own for own in scalers if own is not self), self]
-        self.__dict__["_scaled"] = self.is_enabled()
-        return scale(self, outputs)
-
-    def clipped(*args: Any, **keywords: Any) -> Any:
-        for own in scalers:
-            states = getattr(own, "_per_optimizer_states", {})  # a disabled one has none
-            stages = [item["stage"].name for item in states.values()]
-            if own.__dict__.get("_scaled") and "UNSCALED" not in stages:
-                record.emit_once("clipped before unscaling")
-        return clip(*args, **keywords)
-
-    def updated(self: Any, *args: Any, **keywords: Any) -> None:
-        self.__dict__["_scaled"] = False
-        update(self, *args, **keywords)
-
-    scaler.scale, scaler.update = scaled, updated  # type: ignore[method-assign]
-    torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = clipped
+before_step(_step_begins)
+after_step(_step_ends)
 
 
-def _load_state_dict(self: Any, values: Any, *args: Any, **keywords: Any) -> Any:
+def _finish() -> None:
+    for seen in (own.__dict__["_seen"] for own in _optimizers):
+        if seen["idle"] and seen["count"] > 1:
+            record.tell("trains nothing", **seen)
+    for item in wrappers:
+        if item.needless and _optimizers:
+            record.tell("needless find_unused_parameters", line=item.line)
+
+
+record.at_the_end.append(_finish)
+
+
+@around(GradScaler)
+def scale(real: Any, self: Any, outputs: Any) -> Any:
+    if self.is_enabled():
+        _scaled.add(self)
+    return real(self, outputs)
+
+
+@around(GradScaler)
+def update(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
+    _scaled.discard(self)
+    real(self, *args, **keywords)
+
+
+@around(nn.utils, nn.utils.clip_grad)
+def clip_grad_norm_(real: Any, *args: Any, **keywords: Any) -> Any:
+    for own in _scaled:
+        stages = [item["stage"].name for item in own._per_optimizer_states.values()]
+        if "UNSCALED" not in stages:
+            record.tell_once("clipped before unscaling")
+    return real(*args, **keywords)
+
+
+@around(nn.Module)
+def load_state_dict(real: Any, self: Any, values: Any, *args: Any, **keywords: Any) -> Any:
     if isinstance(values, shares.NoWeights):
         return modules._IncompatibleKeys([], [])
     for item in wrappers:
-        if id(self) in item.modules or self is item.ddp:
+        if id(self) in item.modules:
             item.note("L")
-    return _real_load_state_dict(self, values, *args, **keywords)
+    return real(self, values, *args, **keywords)
 
 
-def _not_judged(what: str) -> Any:
-    def refuse(*args: Any, **keywords: Any) -> None:
-        record.leave("not judged", reason=f"it uses {what}, which is not judged")
+def _refuse(what: str, owner: Any, name: str) -> None:
+    def refused(*args: Any, **keywords: Any) -> None:
+        record.leave("not judged", message=f"it uses {what}, which is not judged")
 
-    return refuse
+    around(owner, name=name)(refused)
 
 
-def install() -> None:
-    for name in COLLECTIVES:
-        _wrap_collective(name)
-    for module in (dist, c10d):
-        devices._replace(module, init_process_group=init_process_group, new_group=_new_group)
-    dist.is_nccl_available = lambda: True
-    _wrap_ddp()
-    _wrap_scaling()
-    modules.register_module_forward_pre_hook(_module_begins)
-    modules.register_module_forward_hook(_module_ends, always_call=True)
-    before_step(_step_begins)
-    after_step(_step_ends)
-    torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined]
-    devices._replace(nn.Module, load_state_dict=_load_state_dict)
-    devices._replace(nn.DataParallel, __init__=_not_judged("nn.DataParallel"))
-    devices._replace(fsdp.FullyShardedDataParallel, __init__=_not_judged("FSDP"))
-    devices._replace(fsdp, fully_shard=_not_judged("FSDP"))
+_refuse("nn.DataParallel", nn.DataParallel, "__init__")
+_refuse("FSDP", fsdp.FullyShardedDataParallel, "__init__")
+_refuse("FSDP", fsdp, "fully_shard")
+_refuse("Join, whose ranks may differ by intention", DDP, "join")
