@@ -6,12 +6,10 @@ sample by sample.
 """
 
 import functools
-import itertools
-import os
 import random
 import signal
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,13 +32,12 @@ from utils.datasets.sources import RAW_FILES, SOURCES, DataError
 from utils.errors import UsageError
 
 EVAL_BATCH_SIZE = 500  # fits a CPU's cache; the result does not depend on it
-COMPARED_IMAGES = 300  # at least that many are compared between ranks
-COMPARED_SAMPLES = 16  # of a data set that is read sample by sample
+COMPARED_SAMPLES = 32  # of each set, between ranks, since each may take a file to be read
 ROOM_ON_DEVICE = 10  # times the size of a set has to be free on a GPU that keeps it unasked
-BATCH_TIMEOUT = 10.0  # seconds that a loader waits for a batch before it looks for a stop signal
+BATCH_TIMEOUT = 300.0  # seconds until a worker hangs, before other ranks give up (--timeout)
 
 
-class ImageSet(Dataset):
+class ImageSet(TensorDataset):
     """Images [N, ...] with their labels [N, ...], both in memory, fetched by the batch.
 
     Images uint8 [N, H, W] or [N, C, H, W] are normalised on the device. Labels are classes, int64
@@ -57,18 +54,12 @@ class ImageSet(Dataset):
         kinds = [f"{type(part).__name__} [{len(part)}]" for part in (images, labels)]
         if kinds != [f"Tensor [{len(images)}]"] * 2:
             raise DataError(f"images and labels are {' and '.join(kinds)}: make both tensors [N]")
-        self.images = images
-        self.labels = labels
-
-    def __len__(self) -> int:
-        return len(self.images)
+        super().__init__(images, labels)
+        self.images, self.labels = images, labels
 
     def to(self, device: torch.device) -> "ImageSet":
         """Return the whole set on ``device``."""
         return ImageSet(self.images.to(device), self.labels.to(device))
-
-    def __getitem__(self, index: int | slice) -> tuple[Tensor, Tensor]:
-        return self.images[index], self.labels[index]
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         # From pinned memory a GPU fetches the index by itself, and the host need not wait for it.
@@ -86,28 +77,26 @@ class SampleSet(Dataset):
     and in a resumed run.
     """
 
-    def __init__(self, dataset: Dataset, seed: int) -> None:
-        self.dataset = dataset
-        self.seed = seed
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
 
     def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]
+        return len(self.dataset)
 
-    def __getitems__(self, keys: list[int] | list[tuple[int, int]]) -> list[Any]:
-        """Return samples by index, or by index and place in the training."""
+    def __getitems__(self, keys: list[int]) -> list[Any]:
+        """Return samples by index, to which a place in the training is added as ``place * N``."""
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        samples = [self._read(*(key if isinstance(key, tuple) else (key, 0))) for key in keys]
+        samples = []
+        for key in keys:
+            seed = zlib.crc32(f"{self.seed}/{key}".encode())
+            random.seed(seed)
+            np.random.seed(seed)
+            torch.default_generator.manual_seed(seed)
+            samples.append(self.dataset[key % len(self)])
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
         return samples
-
-    def _read(self, index: int, place: int) -> Any:
-        seed = zlib.crc32(f"{self.seed}/{index}/{place}".encode())
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.default_generator.manual_seed(seed)
-        return self.dataset[index]
 
 
 def place(
@@ -127,20 +116,19 @@ def place(
         UsageError: the set to keep on the device is no ``ImageSet``.
     """
     both = list(sets) if isinstance(sets, tuple | list) else [sets]
-    if len(both) != 2 or not all(isinstance(each, Dataset) for each in both):
-        kinds = ", ".join(type(each).__name__ for each in both)
-        raise DataError(f"load_dataset in data.py returned {kinds}: return two Dataset objects")
-    if any(isinstance(each, IterableDataset) for each in both):
-        raise DataError("--dataset is an IterableDataset: docs/recipes.md shows how to train it")
+    usable = [isinstance(x, Dataset) and not isinstance(x, IterableDataset) for x in both]
+    if usable != [True, True]:
+        raise DataError(
+            f"load_dataset in data.py returned {', '.join(type(x).__name__ for x in both)}: return"
+            " two map-style Datasets (docs/recipes.md shows how to train an IterableDataset)"
+        )
     if not all(isinstance(each, ImageSet) for each in both):
         if on_device:
             raise UsageError("--data-on-device needs the tensors of an ImageSet: drop it")
         return [each if isinstance(each, ImageSet) else SampleSet(each, seed) for each in both]
     if on_device is None and device.type == "cuda" and not num_workers:
-        size = sum(each.images.nbytes + each.labels.nbytes for each in both)
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / torch.cuda.device_count()
-        free = torch.cuda.mem_get_info(device)[0] / max(1.0, ranks)
-        on_device = free > ROOM_ON_DEVICE * size
+        size = sum(part.nbytes for each in both for part in each.tensors)
+        on_device = torch.cuda.mem_get_info(device)[0] > ROOM_ON_DEVICE * size
     return [each.to(device) for each in both] if on_device else both
 
 
@@ -186,9 +174,7 @@ def tie_to_parent(worker_id: int) -> None:
     signals.die_with_parent(signal.SIGKILL)
 
 
-def loader_options(
-    dataset: ImageSet | SampleSet, num_workers: int, device: torch.device
-) -> dict[str, Any]:
+def loader_options(dataset: Any, num_workers: int, device: torch.device) -> dict[str, Any]:
     """Return the ``DataLoader`` arguments that training and evaluation share."""
     on_host = isinstance(dataset, SampleSet) or dataset.images.device.type == "cpu"
     return {
@@ -202,49 +188,23 @@ def loader_options(
     }
 
 
-def batches(loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the batches of a loader, however long one takes.
+def fingerprint(dataset: ImageSet | SampleSet) -> str:
+    """Return a text that is equal on two ranks if they have the same data.
 
-    Raises:
-        Stopped: a stop signal came, and no batch for ``BATCH_TIMEOUT`` seconds or twice as long.
+    It covers length, shapes, dtypes, labels, and some images in their order. Images whose second
+    look differs are left out, since then the data set has a generator of its own.
     """
-    iterator, waits = iter(loader), 0
-    while True:
-        try:
-            yield next(iterator)
-        except StopIteration:
-            return
-        except RuntimeError as error:
-            if not str(error).startswith("DataLoader timed out"):
-                raise
-            # Where ranks train together, only a step that is finished can be saved.
-            waits += bool(signals.received())
-            if waits > 1:
-                signals.check()
-
-
-def fingerprint(dataset: ImageSet | SampleSet) -> dict[str, str]:
-    """Return two texts that are equal on two ranks if they have the same data.
-
-    The first covers length, shapes, dtypes and labels. The second is a checksum of some images, in
-    their order. It is empty if a second look at them differs, since then the data set has a
-    generator of its own.
-    """
-    count = COMPARED_IMAGES if isinstance(dataset, ImageSet) else COMPARED_SAMPLES
-    indices = range(0, len(dataset), max(1, len(dataset) // count))
+    indices = range(0, len(dataset), max(1, len(dataset) // COMPARED_SAMPLES))
     images, labels = read_batch(dataset, indices)
     is_repeatable = torch.equal(images, read_batch(dataset, indices)[0])
-    labels = getattr(dataset, "labels", labels)  # all of them, if they are in memory
-    kinds = [f"{str(x.dtype).removeprefix('torch.')} {list(x.shape[1:])}" for x in (images, labels)]
-    return {
-        "data": f"{len(dataset)} images {kinds[0]}, labels {kinds[1]}, {_checksum(labels)}",
-        "images": _checksum(images) if is_repeatable else "",
-    }
-
-
-def _checksum(values: Tensor) -> str:
-    content = values.cpu().contiguous().flatten().view(torch.uint8).numpy().data
-    return f"checksum {zlib.crc32(content):08x}"
+    text = f"{len(dataset)} samples"
+    # All labels, if they are in memory.
+    for part in (images, getattr(dataset, "labels", labels)):
+        text += f", {str(part.dtype).removeprefix('torch.')} {list(part.shape[1:])}"
+        if part is not images or is_repeatable:
+            content = part.cpu().contiguous().flatten().view(torch.uint8).numpy().data
+            text += f", checksum {zlib.crc32(content):08x}"
+    return text
 
 
 class EpochSampler(DistributedSampler):
@@ -283,8 +243,7 @@ class EpochSampler(DistributedSampler):
         self.start = 0
         self.weights = None if weights is None else torch.as_tensor(weights, dtype=torch.float64)
         if self.weights is not None and self.weights.shape != (len(dataset),):
-            shape = list(self.weights.shape)
-            raise UsageError(f"the weights are {shape} for {len(dataset)} samples: give each one")
+            raise UsageError(f"{len(self.weights)} weights for {len(dataset)} samples")
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Choose the epoch, and how many of its samples all replicas together have seen."""
@@ -302,12 +261,10 @@ class EpochSampler(DistributedSampler):
             order = torch.randperm(count, generator=generator)
         else:
             order = torch.multinomial(self.weights, count, replacement=True, generator=generator)
-        end = self.start + len(self) * self.num_replicas
-        indices = order[self.start : end][self.rank :: self.num_replicas].tolist()
         if isinstance(self.dataset, SampleSet):  # which seeds each sample by its place
-            first = self.epoch * count + self.start + self.rank
-            return zip(indices, itertools.count(first, self.num_replicas), strict=False)
-        return iter(indices)
+            order += count * (self.epoch * count + torch.arange(count))
+        end = self.start + len(self) * self.num_replicas
+        return iter(order[self.start : end][self.rank :: self.num_replicas].tolist())
 
 
 class Transform:

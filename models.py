@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from utils.errors import UsageError
+from utils.errors import UsageError, describe
 
 
 class ConvNet(nn.Module):
@@ -82,10 +82,8 @@ def resnet18() -> nn.Module:
     try:
         from torchvision.models import resnet18 as build
     except (ImportError, RuntimeError) as error:  # RuntimeError: built for another torch
-        reason = str(error).splitlines()[0]
         raise UsageError(
-            f"--model resnet18 needs torchvision, which cannot be imported ({reason}):"
-            " install the torchvision that belongs to this torch, or take another model"
+            f"--model resnet18 needs the torchvision that belongs to this torch ({describe(error)})"
         ) from error
     model = build(num_classes=10)
     model.conv1 = nn.Conv2d(1, 64, kernel_size=7, stride=2, padding=3, bias=False)
@@ -132,10 +130,9 @@ def loss_and_counts(
         UsageError: targets of another kind. The loss would not fail, but mean nothing.
     """
     if targets.dtype != torch.int64 or targets.ndim != 1:
-        kind, shape = str(targets.dtype).removeprefix("torch."), list(targets.shape)
         raise UsageError(
-            f"the targets are {kind} {shape}, and cross-entropy takes class numbers, int64 [B]:"
-            " convert them, or change loss_and_counts in models.py"
+            f"the targets are {targets.dtype} {list(targets.shape)}, and cross-entropy takes class"
+            " numbers, torch.int64 [B]: convert them, or change loss_and_counts in models.py"
         )
     targets = targets.to(outputs.device)  # on which DataParallel gathers its outputs
     goal = targets

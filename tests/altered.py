@@ -50,7 +50,7 @@ HOW, AT = os.environ.get("ALTER", ""), os.environ.get("ALTER_AT", "")
 # How many classes; 0 is a regression of two numbers. folder is a folder of images, the --data-dir.
 # In depth each training step uses other layers of the network, in uneven each rank does, in
 # overflow a gradient of rank 1 becomes infinite. State has more to save than weights.
-TASKS = {"colour100": 100, "folder": 4, "grey20": 20, "regression": 0}
+TASKS = {"colour100": 100, "folder": 4, "regression": 0}
 TASKS |= dict.fromkeys(("depth", "uneven", "overflow", "state"), 10)
 steps, dtype, waits, timers, batches = 0, None, [], [], []
 

@@ -177,20 +177,20 @@ def test_arguments_that_cannot_be_used(monkeypatch):
         monkeypatch.setattr(device, "select_devices", lambda kind, ids: list(devices))
 
     if not torch.accelerator.is_available():
-        with pytest.raises(UsageError, match="there is no GPU here"):
+        with pytest.raises(UsageError, match="there are 0 GPUs"):
             place_replicas("auto", [0], None, None)
         with pytest.raises(UsageError, match="offers cpu only"):
             place_replicas("cuda", None, None, None)
     assert place_replicas("cpu", None, 3, None) == (CPU, [CPU] * 3)
     assert place_replicas("cpu", None, None, None) == (CPU, [CPU] * 2)
-    with pytest.raises(UsageError, match="names a GPU"):
+    with pytest.raises(UsageError, match=r"not one of the GPUs \[\]"):
         place_replicas("cpu", None, None, 1)
     for kind in ("mps", "xpu"):
         pretend(torch.device(kind, 0))
         with pytest.raises(UsageError, match=f"does not work on {kind}"):
             place_replicas("auto", None, None, None)
     pretend(torch.device("cuda", 0), torch.device("cuda", 3))
-    with pytest.raises(UsageError, match=r"not one of the devices \[0, 3\]"):
+    with pytest.raises(UsageError, match=r"not one of the GPUs \[0, 3\]"):
         place_replicas("auto", None, None, 1)
     with pytest.raises(UsageError, match="--replicas is for the CPU"):
         place_replicas("auto", None, 2, None)

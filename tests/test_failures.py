@@ -110,10 +110,10 @@ def test_without_a_launcher_too(how, synthetic_dir, tmp_path):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("frozen", "1.weight: float32 (256, 784), frozen, rank 0 float32 (256, 784)"),
+        ("frozen", "1.weight: float32 (256, 784), rank 0 float32 (256, 784), trained"),
         ("batches", "training data: "),
-        ("buffer", "the buffer queue: float32 (3,), rank 0 None"),
-        ("code", "model classes whose source has the hash: "),
+        ("buffer", "queue: float32 (3,), rank 0 None"),
+        ("code", "the class "),
     ],
 )
 def test_ranks_that_differ_are_named_before_the_first_step(how, message, synthetic_dir, tmp_path):
@@ -132,7 +132,8 @@ OUT_OF_STEP = """
 import sys
 sys.path.insert(0, {root!r})
 import torch, torch.distributed as dist
-from utils.distributed import AgreedMax, OutOfStep
+from utils.distributed import AgreedMax
+from utils.errors import UserError
 dist.init_process_group("gloo")
 agreed = AgreedMax()
 assert [agreed(dist.get_rank()), agreed(0)] == [0, 1]
@@ -141,7 +142,7 @@ if dist.get_rank() == 1:
 else:
     try:
         agreed(0), agreed(0)
-    except OutOfStep as error:
+    except UserError as error:
         print(error)
 """
 

@@ -7,11 +7,9 @@ import sys
 from collections import Counter
 
 import pytest
-import torch
 
 from tests.processes import PRETENDED, ROOT, run, script, succeed, summary
 from utils.errors import UsageError, guard
-from utils.profiler import LAST_STEP, StepProfiler
 
 sys.path.insert(0, str(ROOT / "scripts" / "tools"))
 
@@ -170,18 +168,6 @@ def test_a_profiled_run(name, extra, names, parts, synthetic_dir, tmp_path, caps
         if name == "ddp":  # 10 steps of several buckets and one agreement, and nothing else
             assert found["gloo:all_reduce"] >= 30, "--bucket-cap-mb"
             assert found["gloo:broadcast"] == 0, "each forward waits for rank 0's buffers"
-
-
-def test_each_host_keeps_the_traces_of_its_own_ranks(tmp_path, monkeypatch):
-    """Without a shared disk; and those of an earlier run with more ranks are gone."""
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    folder = tmp_path / "run" / "profile"
-    for rank in (3, 2):
-        profiler = StepProfiler(tmp_path / "run", torch.device("cpu"), rank)
-        for _ in range(LAST_STEP):
-            profiler.step()
-        assert "profile of 10 steps" in profiler.finish()
-        assert [path.name for path in folder.iterdir()] == [f"rank{rank}.json.gz"]
 
 
 @pytest.mark.gpu

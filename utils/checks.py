@@ -1,7 +1,7 @@
 """What is tried and compared before the first step, since it would fail late or not at all."""
 
-import hashlib
 import inspect
+import zlib
 from contextlib import suppress
 from typing import Any
 
@@ -33,11 +33,8 @@ def check_fits(model: nn.Module, transform: data.Transform, train_set: Any, test
         DataError: the model, or the mean in ``SOURCES``, does not fit the images, or the loss does
             not fit what the model returns.
     """
-    if not (len(train_set) and len(test_set)):
-        raise DataError("--dataset has an empty set: it needs images to train and to test")
-    _check_same(model, train_set, test_set)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise DataError("--model has no parameter to train: unfreeze some")
+    if distributed.world_size() > 1:
+        _check_same(model, {"training data": train_set, "test data": test_set})
     model.eval()  # so that the images leave no trace in running statistics
     for dataset in (train_set, test_set):
         images, labels = data.read_batch(dataset, sorted({0, len(dataset) - 1}))
@@ -56,27 +53,20 @@ def check_fits(model: nn.Module, transform: data.Transform, train_set: Any, test
 
 def _check_loss(outputs: Any, targets: Tensor, labels: Tensor) -> None:
     """Try the loss on the outputs for some images, whose shape and classes it may not compare."""
-    kind = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-    if isinstance(outputs, Tensor) and targets.is_floating_point():
+    problem, is_tensor = "", isinstance(outputs, Tensor)
+    kind = list(outputs.shape) if is_tensor else type(outputs).__name__
+    if is_tensor and targets.is_floating_point():
         if outputs.shape != targets.shape and outputs.numel() == targets.numel():
-            raise DataError(
-                f"--model returns {kind} for labels {list(targets.shape)}: give both the same"
-                " shape, or the loss compares each image with every label"
-            )
-    elif isinstance(outputs, Tensor) and (outputs.ndim, labels.ndim) == (2, 1):
-        strange = labels[(labels < 0) | (labels >= outputs.shape[1])]
-        if len(strange):
-            raise DataError(
-                f"--dataset has the class {int(strange.max())}, and --model {outputs.shape[1]}"
-                " logits, for classes from 0 on: give it one for each class"
-            )
+            problem = f"--model returns {kind} for labels {list(targets.shape)}"
+    elif is_tensor and (outputs.ndim, labels.ndim) == (2, 1) and labels.max() >= outputs.shape[1]:
+        problem = f"--dataset has the class {int(labels.max())}, and --model {kind[1]} logits"
     try:
-        models.loss_and_counts(outputs, targets)
+        if not problem:
+            models.loss_and_counts(outputs, targets)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise DataError(
-            f"--model returns {kind} for {len(targets)} images, and loss_and_counts in models.py"
-            f" fails with it ({describe(error)}): cross-entropy takes logits [B, C]"
-        ) from error
+        problem = f"loss_and_counts in models.py fails with {kind} of --model ({describe(error)})"
+    if problem:
+        raise DataError(f"{problem}: change one of them")
 
 
 def _note_frozen_statistics(model: nn.Module) -> None:
@@ -84,13 +74,10 @@ def _note_frozen_statistics(model: nn.Module) -> None:
     norms = [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
     moving = [name for name, m in norms if m.training and m.affine and not m.weight.requires_grad]
     if moving and distributed.rank() == 0:
-        print(
-            f"the weights of {moving[0]} are frozen, but its running statistics still follow the"
-            f" batches, as in {len(moving)} layers: docs/recipes.md says how to freeze them as well"
-        )
+        print(f"the running statistics of the frozen {moving[0]} still move: see docs/recipes.md")
 
 
-def _check_same(model: nn.Module, train_set: Any, test_set: Any) -> None:
+def _check_same(model: nn.Module, sets: dict[str, Any]) -> None:
     """Compare what DDP does not, which looks at the parameters' sizes and strides only. Collective.
 
     Every rank compares itself with rank 0: the data, the names, shapes and dtypes of parameters and
@@ -98,41 +85,26 @@ def _check_same(model: nn.Module, train_set: Any, test_set: Any) -> None:
 
     Args:
         model: before DDP wraps it.
-        train_set, test_set: all samples, before the ranks share them out.
+        sets: all samples, before the ranks share them out, by name.
 
     Raises:
         UsageError: this rank differs. The job tells the other ranks, which wait at the end.
     """
-    if distributed.world_size() == 1:
-        return
-    own = {f"training {what}": text for what, text in data.fingerprint(train_set).items()}
-    own |= {f"test {what}": text for what, text in data.fingerprint(test_set).items()}
-    own |= {name: _describe(parameter) for name, parameter in model.named_parameters()}
-    own |= {f"the buffer {name}": _describe(buffer) for name, buffer in model.named_buffers()}
-    own["model classes whose source has the hash"] = _source_hash(model)
+    own = {name: data.fingerprint(dataset) for name, dataset in sets.items()}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        trained = ", trained" if tensor.requires_grad else ""
+        own[name] = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{trained}"
+    for kind in {type(module) for module in model.modules()}:
+        with suppress(OSError, TypeError):  # a class that was written in a notebook has no source
+            if not kind.__module__.startswith("torch."):
+                source = inspect.getsource(kind).encode()
+                own[f"the class {kind.__name__} with the hash"] = f"{zlib.crc32(source):08x}"
     first = distributed.broadcast(own)
-    # An empty text says nothing.
-    differing = [name for name in first | own if len({own.get(name), first.get(name)} - {""}) > 1]
-    if differing:
-        name, rank = differing[0], distributed.rank()
-        raise UsageError(
-            f"rank {rank} has {name}: {own.get(name)}, rank 0 {first.get(name)}: start every rank"
-            " with the same code and data (data often differ by the order of a Python set, or a"
-            " random split without a seed)"
-        )
+    for name in first | own:
+        if own.get(name) != first.get(name):
+            raise UsageError(
+                f"rank {distributed.rank()} has {name}: {own.get(name)}, rank 0 {first.get(name)}:"
+                " start every rank with the same code and data (data often differ by the order of a"
+                " Python set, or a random split without a seed)"
+            )
     distributed.gather(0)
-
-
-def _describe(tensor: Tensor) -> str:
-    frozen = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ", frozen"
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{frozen}"
-
-
-def _source_hash(model: nn.Module) -> str:
-    """Return a hash of the source of the model's own classes, as far as it can be read."""
-    classes = {type(module) for module in model.modules()}
-    with suppress(OSError, TypeError):  # a class that was written in a notebook has none
-        own = [kind for kind in classes if not kind.__module__.startswith("torch.")]
-        sources = "".join(sorted(map(inspect.getsource, own)))
-        return hashlib.sha256(sources.encode()).hexdigest()[:16]
-    return "unknown"

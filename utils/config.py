@@ -18,7 +18,6 @@ MAX_SECONDS = 1e7  # four months. PyTorch counts milliseconds, and has no room f
 PATH = os.path.expanduser  # a shell leaves the ~ of --run-dir=~/x
 SMALL = 1e-12  # in place of 0, which makes no sense
 LARGE = 2**53  # beyond which a float does not hold every whole number
-MAX_THREADS = 4096  # far beyond which OpenMP crashes
 # Flags that may differ between hosts: hardware, folders, places, and what rank 0 alone reads.
 OF_ONE_HOST = """device devices threads num_workers data_on_device data_dir run_dir resume progress
 tensorboard log_every init_method rank world_size local_rank nprocs nnodes node_rank"""
@@ -59,6 +58,7 @@ COUNT, SIZE = number(int), number(int, low=1)
 NON_NEGATIVE, POSITIVE = number(float), number(float, low=SMALL)
 FRACTION = number(float, high=0.9999)
 RANKS = number(int, low=1, high=2**20)
+THREADS = number(int, low=1, high=4096)  # far beyond which OpenMP crashes
 SECONDS = number(float, low=SMALL, high=MAX_SECONDS)
 
 
@@ -69,15 +69,6 @@ def build_parser(technique: str, description: str | None) -> argparse.ArgumentPa
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # --local-rank must not be taken for --local-ra..., nor typos guessed
     )
-    _add_common(parser)
-    if technique == "dp":
-        _add_dp(parser)
-    if technique == "ddp":
-        _add_ddp(parser)
-    return parser
-
-
-def _add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("data").add_argument
     add("--dataset", choices=list(SOURCES), default="mnist")
     add("--data-dir", type=PATH, default="data", help="in torchvision's layout (MNIST/raw)")
@@ -103,8 +94,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("hardware").add_argument
     add("--device", choices=["auto", "cpu", "cuda", "mps", "xpu"], default="auto")
     add("--devices", type=device_ids, help="logical ids, after CUDA_VISIBLE_DEVICES: 0,3")
-    threads = number(int, low=1, high=MAX_THREADS)
-    add("--threads", type=threads, help="per process (default: OMP_NUM_THREADS, or a fair share)")
+    add("--threads", type=THREADS, help="per process (default: OMP_NUM_THREADS, or a fair share)")
     add("--amp", choices=["off", "bf16", "fp16"], default="off")
     add("--compile", action="store_true", help="torch.compile the model")
     add("--seed", type=number(int, high=2**32 - 1), default=0)
@@ -120,29 +110,27 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--no-tensorboard", dest="tensorboard", action="store_false")
     add("--no-progress", dest="progress", action="store_false")
 
+    if technique == "dp":
+        add = parser.add_argument_group("DataParallel").add_argument
+        add("--output-device", type=COUNT, help="GPU that gathers the outputs (default: the first)")
+        add("--replicas", type=number(int, 1, 256), help="CPU threads, not GPUs (default: 2)")
 
-def _add_dp(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("DataParallel").add_argument
-    add("--output-device", type=COUNT, help="GPU that gathers the outputs (default: the first)")
-    replicas = number(int, low=1, high=256)
-    add("--replicas", type=replicas, help="CPU threads instead of GPUs (default: 2)")
-
-
-def _add_ddp(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("DistributedDataParallel").add_argument
-    add("--backend", choices=["auto", "nccl", "gloo", "mpi"], default="auto")
-    add("--init-method", default="env://", help="env://, tcp://host:port or file:///path")
-    add("--rank", type=COUNT, help="rank of this process, without a launcher")
-    add("--world-size", type=RANKS, help="number of ranks, goes with --rank")
-    add("--local-rank", "--local_rank", type=COUNT, help=argparse.SUPPRESS)
-    add("--nprocs", type=RANKS, help="start this many processes, without a launcher")
-    add("--nnodes", type=RANKS, default=1, help="number of nodes, goes with --nprocs")
-    add("--node-rank", type=COUNT, default=0, help="number of this node, from 0")
-    add("--rdzv-timeout", type=SECONDS, default=120.0, help="seconds to wait for all ranks")
-    add("--timeout", type=SECONDS, default=600.0, help="seconds that a collective may take")
-    add("--sync-bn", action="store_true", help="batch statistics over all ranks")
-    add("--bucket-cap-mb", type=POSITIVE, help="gradient bucket (default: PyTorch's, 1 then 25)")
-    add("--find-unused-parameters", action="store_true", help="if a forward leaves some unused")
+    if technique == "ddp":
+        add = parser.add_argument_group("DistributedDataParallel").add_argument
+        add("--backend", choices=["auto", "nccl", "gloo", "mpi"], default="auto")
+        add("--init-method", default="env://", help="env://, tcp://host:port or file:///path")
+        add("--rank", type=COUNT, help="rank of this process, without a launcher")
+        add("--world-size", type=RANKS, help="number of ranks, goes with --rank")
+        add("--local-rank", "--local_rank", type=COUNT, help=argparse.SUPPRESS)
+        add("--nprocs", type=RANKS, help="start this many processes, without a launcher")
+        add("--nnodes", type=RANKS, default=1, help="number of nodes, goes with --nprocs")
+        add("--node-rank", type=COUNT, default=0, help="number of this node, from 0")
+        add("--rdzv-timeout", type=SECONDS, default=120.0, help="seconds to wait for all ranks")
+        add("--timeout", type=SECONDS, default=600.0, help="seconds that a collective may take")
+        add("--sync-bn", action="store_true", help="batch statistics over all ranks")
+        add("--bucket-cap-mb", type=POSITIVE, help="of gradients (default: PyTorch's, 1 then 25)")
+        add("--find-unused-parameters", action="store_true", help="if a forward leaves some unused")
+    return parser
 
 
 def parse_args(
@@ -159,8 +147,7 @@ def parse_args(
     parser = build_parser(technique, description)
     args = parser.parse_args(argv)
     args.technique = technique
-    problem = find_conflict(args)
-    if problem:
+    if problem := find_conflict(args):
         parser.error(problem)
     return args
 
@@ -176,15 +163,9 @@ def find_conflict(args: argparse.Namespace) -> str | None:
     """Return why these arguments cannot be used together, or None."""
     processes = os.environ.get("WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" in os.environ else "1"
     if args.technique != "ddp" and processes != "1":
-        return (
-            f"train_{args.technique}.py is one process, and torchrun started {processes}: start it"
-            " with python, or use train_ddp.py"
-        )
-    for flag in ("init_weights", "run_dir", "data_dir"):
-        if getattr(args, flag) == "":
-            return f"--{flag.replace('_', '-')} is empty: is a variable not set?"
-    if args.devices is not None and args.device == "cpu":
-        return "--devices names GPUs and cannot go with --device cpu"
+        return f"torchrun started {processes} of a script that is one process: use train_ddp.py"
+    if "" in (args.init_weights, args.run_dir, args.data_dir):
+        return "--init-weights, --run-dir or --data-dir is empty: is a variable not set?"
     if args.technique == "single" and args.devices is not None and len(args.devices) > 1:
         return "train_single.py uses one device: name one in --devices, or use train_ddp.py"
     if args.data_on_device and args.num_workers:
@@ -193,10 +174,8 @@ def find_conflict(args: argparse.Namespace) -> str | None:
         return "--compile has no effect on DataParallel's copies of the model: use DDP, or drop it"
     if args.resume and args.init_weights:
         return "--resume brings its own weights: drop --init-weights"
-    return _find_ddp_conflict(args) if hasattr(args, "init_method") else None
-
-
-def _find_ddp_conflict(args: argparse.Namespace) -> str | None:
+    if args.technique != "ddp":
+        return None
     if (args.rank is None) != (args.world_size is None):
         return "--rank and --world-size go together"
     if args.node_rank >= args.nnodes:
@@ -207,7 +186,4 @@ def _find_ddp_conflict(args: argparse.Namespace) -> str | None:
         return "--nprocs numbers its processes itself: drop --rank and --world-size"
     if not re.fullmatch(r"env://|tcp://[^/]+:[1-9]\d{0,4}|file:///.+", args.init_method):
         return f"--init-method {args.init_method} is not env://, tcp://host:port or file:///path"
-    kind, _, where = args.init_method.partition("://")
-    if kind == "file" and not Path(where).parent.is_dir():
-        return f"--init-method {args.init_method} is in no folder of this host"
     return None

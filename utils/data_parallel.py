@@ -1,6 +1,5 @@
 """What ``nn.DataParallel`` needs on GPUs, and its own algorithm on the threads of a CPU."""
 
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,7 +12,6 @@ from torch.utils._pytree import tree_map
 from utils import device
 from utils.errors import UsageError
 
-START_SECONDS = 60.0  # seconds for all threads of a forward to start
 CPU_REPLICAS = 2  # the fewest with which DataParallel splits anything
 
 
@@ -32,27 +30,21 @@ def place_replicas(
         UsageError: devices or arguments that DataParallel cannot use.
     """
     devices = device.select_devices(kind, ids)
-    kind = devices[0].type
-    if kind in ("mps", "xpu"):  # one device, and no communication between several
-        raise UsageError(
-            f"DataParallel does not work on {kind}: use train_single.py, or --device cpu"
-            " --replicas 2"
-        )
-    if kind == "cpu":
-        if output_device is not None:
-            raise UsageError("--output-device names a GPU, and there is none: drop it")
-        replicas = replicas or CPU_REPLICAS
+    first = devices[0]
+    if first.type in ("mps", "xpu"):  # one device, and no communication between several
+        raise UsageError(f"DataParallel does not work on {first.type}: pass --device cpu")
+    indices = [gpu.index for gpu in devices if gpu.index is not None]
+    if output_device is not None and output_device not in indices:
+        raise UsageError(f"--output-device {output_device} is not one of the GPUs {indices}")
+    if first.type == "cpu":
+        devices *= replicas or CPU_REPLICAS
         print(
-            f"no GPU in use: DataParallel's own forward runs over {replicas} CPU threads. They"
+            f"no GPU in use: DataParallel's own forward runs over {len(devices)} CPU threads. They"
             " draw from one generator, so a model with dropout is not reproducible"
         )
-        return devices[0], devices * replicas
-    if replicas is not None:
-        raise UsageError(f"--replicas is for the CPU: choose {kind} devices with --devices")
-    indices = [gpu.index for gpu in devices]
-    if output_device is not None and output_device not in indices:
-        raise UsageError(f"--output-device {output_device} is not one of the devices {indices}")
-    return devices[0], devices
+    elif replicas is not None:
+        raise UsageError("--replicas is for the CPU: choose GPUs with --devices")
+    return first, devices
 
 
 def keep_autocast_dtype(raw_model: nn.Module, precision: device.Precision) -> None:
@@ -95,9 +87,7 @@ class CPUDataParallel(nn.DataParallel):
         self.threads_each = max(1, torch.get_num_threads() // replicas)
 
     @record_function("DataParallel.scatter")
-    def scatter(
-        self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]
-    ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
         """Cut tensors [B, ...] into at most ``len(device_ids)`` chunks, and pass the rest whole."""
         count = len(device_ids)
 
@@ -115,20 +105,16 @@ class CPUDataParallel(nn.DataParallel):
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
         """Copy the module for each replica, so that gradients flow back to the one original.
 
-        As on GPUs, the first replica shares its memory with the module. So the running statistics
+        As on GPUs, the first replica shares its buffers with the module. So the running statistics
         of the first replica stay, and those of the others are lost.
         """
-        return [_replica(module, share=i == 0) for i in device_ids]
+        return [_replica(module, share_buffers=i == 0) for i in device_ids]
 
-    def parallel_apply(
-        self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any
-    ) -> list[Any]:
+    def parallel_apply(self, replicas: Sequence[Any], inputs: Any, kwargs: Any) -> list[Any]:
         """Run each replica in a thread of its own, as ``torch.nn.parallel.parallel_apply`` does."""
         grad, amp = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
-        begun = threading.Barrier(len(replicas))
 
         def work(i: int) -> Any:
-            begun.wait(START_SECONDS)  # otherwise a thread that has finished gets the next replica
             # Grad mode, autocast and thread count belong to the thread. PyTorch passes no dtype
             # either, as ``keep_autocast_dtype`` explains.
             torch.set_num_threads(self.threads_each)
@@ -154,18 +140,14 @@ class CPUDataParallel(nn.DataParallel):
         return tree_map(join, *outputs)
 
 
-def _replica(module: nn.Module, share: bool) -> nn.Module:
+def _replica(module: nn.Module, share_buffers: bool) -> nn.Module:
     replica = module._replicate_for_data_parallel()
     for name, child in module._modules.items():
-        replica._modules[name] = None if child is None else _replica(child, share)
+        replica._modules[name] = None if child is None else _replica(child, share_buffers)
     for name, parameter in module._parameters.items():
-        if parameter is None:
-            replica._parameters[name] = None
-        else:
-            # The copy is not a leaf, so backward adds its gradients to the grad of the original.
-            copy = parameter.view_as(parameter) if share else parameter.clone()
-            setattr(replica, name, copy)
+        # The copy is not a leaf, so backward adds its gradients to the grad of the original.
+        setattr(replica, name, None if parameter is None else parameter.clone())
     for name, buffer in module._buffers.items():
-        if buffer is not None and not share:
+        if buffer is not None and not share_buffers:
             replica._buffers[name] = buffer.clone()
     return replica

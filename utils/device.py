@@ -36,17 +36,14 @@ def select_devices(kind: str, ids: list[int] | None = None) -> list[torch.device
     if kind not in ("auto", "cpu", found):
         raise UsageError(f"--device {kind}: this machine (with this torch) offers {found} only")
     kind = found if kind == "auto" else kind
+    count = 0 if kind == "cpu" else torch.accelerator.device_count()
+    if missing := [index for index in ids or () if index >= count]:
+        raise UsageError(
+            f"--devices {missing[0]}: there are {count} GPUs to use, numbered from 0 (after"
+            " CUDA_VISIBLE_DEVICES)"
+        )
     if kind == "cpu":
-        if ids:
-            raise UsageError(f"--devices {','.join(map(str, ids))}: there is no GPU here, drop it")
         return [torch.device("cpu")]
-    count = torch.accelerator.device_count()
-    for index in ids or ():
-        if index >= count:
-            raise UsageError(
-                f"--devices {index}: there are {count} {kind} devices, numbered from 0"
-                " (after CUDA_VISIBLE_DEVICES)"
-            )
     return [torch.device(kind, index) for index in ids or range(count)]
 
 
@@ -118,7 +115,6 @@ def setup_seed(seed: int, deterministic: bool = False) -> None:
         # cuBLAS starts later, and reads this then.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
 
 
 def seed_step(device: torch.device, seed: int, rank: int, samples_seen: int) -> None:

@@ -23,16 +23,6 @@ from utils.errors import UserError, describe
 Result = TypeVar("Result")
 
 
-class OutOfStep(UserError):
-    """The ranks did not call the same collectives in the same order."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(
-            f"the ranks are out of step ({what}): some of them called a collective that the others"
-            " did not; every rank has to call the same ones in the same order"
-        )
-
-
 def rank() -> int:
     """Return this process's number among all ranks. Only meaningful once the group exists."""
     return dist.get_rank() if dist.is_initialized() else 0
@@ -69,23 +59,23 @@ def call_on_rank_0(function: Callable[..., Result], *args: Any) -> Result:
         UserError: the same on all ranks. If rank 0 raises any other exception, the other ranks
             raise a ``UserError`` that names it.
     """
-    outcome: list[Any] = [None, "", 0]  # result, message, exit status
+    outcome: Any = None
     raised: Exception | None = None
     if rank() == 0:
         try:
-            outcome[0] = function(*args)
-        except UserError as error:
-            raised, outcome[1:] = error, [str(error), error.exit_status]
+            outcome = function(*args)
         except Exception as error:
-            raised, outcome[1:] = error, [f"rank 0 failed ({describe(error)})", 1]
-    result, message, status = broadcast(outcome)
+            is_explained, raised = isinstance(error, UserError), error
+            text = str(error) if is_explained else f"rank 0 failed ({describe(error)})"
+            outcome = UserError(text)
+            outcome.exit_status = getattr(error, "exit_status", 1)
+            outcome.reported_elsewhere = True
+    outcome = broadcast(outcome)
     if raised is not None:
         raise raised
-    if message:
-        copy = UserError(message)
-        copy.exit_status, copy.reported_elsewhere = status, True
-        raise copy
-    return result
+    if isinstance(outcome, UserError):
+        raise outcome
+    return outcome
 
 
 # Kept until the process ends. Otherwise DDP drops the last reference, and waits for gloo's threads
@@ -101,7 +91,7 @@ class AgreedMax:
     other ranks a call returns its own number at once.
 
     Raises:
-        OutOfStep: another rank called something else.
+        UserError: another rank called something else.
     """
 
     def __init__(self) -> None:
@@ -118,7 +108,7 @@ class AgreedMax:
             work.wait()
             result, last, first = values.tolist()
             if last != -first:
-                raise OutOfStep(f"the agreement of step {self.calls} met another call")
+                raise UserError(f"the ranks are out of step: call {self.calls} met another")
         self.calls += 1
         values = torch.tensor([number, self.calls, -self.calls])
         work = dist.all_reduce(values, dist.ReduceOp.MAX, async_op=True)
@@ -165,6 +155,5 @@ def warm_up(
         loss, _ = models.loss_and_counts(model(images), targets)
     loss.backward()
     model.zero_grad()
-    with torch.no_grad():
-        for buffer, before in zip(model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
+    for buffer, before in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(before)

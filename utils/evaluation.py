@@ -1,9 +1,10 @@
 """Evaluate a model on this process's share of the test set."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import data
 import models
@@ -13,10 +14,7 @@ from utils.metrics import Metrics
 
 @torch.no_grad()
 def evaluate(
-    raw_model: nn.Module,
-    loader: Iterable[tuple[Tensor, Tensor]],
-    transform: data.Transform,
-    precision: Precision,
+    raw_model: nn.Module, loader: Iterable[Any], transform: data.Transform, precision: Precision
 ) -> Metrics:
     """Return the sums of what ``models.loss_and_counts`` counts over the loader's samples.
 
@@ -25,7 +23,7 @@ def evaluate(
     """
     raw_model.eval()
     metrics = Metrics(transform.device)
-    for images, targets in data.batches(loader):
+    for images, targets in loader:
         images, targets = transform(images, targets)
         with precision.autocast():
             metrics.update(*models.loss_and_counts(raw_model(images), targets))

@@ -64,11 +64,7 @@ class Schedule:
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        epoch_size: int,
-        epochs: float,
-        warmup_epochs: float,
+        self, optimizer: torch.optim.Optimizer, epoch_size: int, epochs: float, warmup_epochs: float
     ) -> None:
         self.optimizer = optimizer
         self.peaks = [group["lr"] for group in optimizer.param_groups]

@@ -31,21 +31,16 @@ class StepProfiler:
     def __init__(self, run_dir: Path, device: torch.device, rank: int) -> None:
         self.run_dir, self.device, self.rank = run_dir, device, rank
         self.report = f"profile: too few steps, it takes {FIRST_STEP} or more"
-        # Those of an earlier run, which may have had more ranks. One process of each host does it.
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            for trace in (run_dir / "profile").glob("rank*.json.gz"):
-                trace.unlink(missing_ok=True)
         activities = [ProfilerActivity.CPU]
         if device.type in ("cuda", "xpu"):
             activities.append(getattr(ProfilerActivity, device.type.upper()))
         else:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it takes a missing GPU for an error
+        # It waits for 5 steps, warms up for 2 and records 10, once.
+        plan = schedule(wait=WARMUP_STEPS, warmup=SETTLING_STEPS, active=PROFILED_STEPS, repeat=1)
         self.profile = profile(
             activities=activities,
-            # It waits for 5 steps, warms up for 2 and records 10, once.
-            schedule=schedule(
-                wait=WARMUP_STEPS, warmup=SETTLING_STEPS, active=PROFILED_STEPS, repeat=1
-            ),
+            schedule=plan,
             on_trace_ready=self._export,
             # Without it the profiler follows this thread alone, and DP's replicas have their own.
             experimental_config=_ExperimentalConfig(profile_all_threads=True),

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 import data
 import models
 from utils.checkpoint import read_checkpoint
-from utils.config import MAX_THREADS, number
+from utils.config import THREADS
 from utils.device import Precision, select_devices, setup_device
 from utils.errors import UsageError, UserError, printable
 from utils.metrics import Metrics
@@ -180,7 +180,7 @@ def run_test(trained: Trained) -> None:
     """Print what the evaluation counts on the test set. Draw confusion matrix and mistakes."""
     metrics, found, device = Metrics(trained.transform.device), [], trained.transform.device
     options = data.loader_options(trained.test_set, 0, device)
-    for batch in data.batches(DataLoader(trained.test_set, data.EVAL_BATCH_SIZE, **options)):
+    for batch in DataLoader(trained.test_set, data.EVAL_BATCH_SIZE, **options):
         outputs, labels = trained.ask(*batch)
         metrics.update(*models.loss_and_counts(outputs, labels))
         names = class_names(trained, outputs, labels)
@@ -241,8 +241,7 @@ def main() -> int:
     parser.add_argument("--test", action="store_true", help="score the test set, draw pictures")
     parser.add_argument("--data-dir", help="of the test set (default: the run's)")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps", "xpu"])
-    threads = number(int, low=1, high=MAX_THREADS)
-    parser.add_argument("--threads", type=threads, help="CPU threads")
+    parser.add_argument("--threads", type=THREADS, help="CPU threads")
     return trial.start(run, parser.parse_args())
 
 
