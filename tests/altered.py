@@ -4,9 +4,10 @@
 
 SIGKILL and other signals, raise, leave, nan, late, hang: what goes wrong in the rank ALTER_RANK, or
 0, at ALTER_AT: after so many steps, or before ``start``, ``data`` (is loaded), ``group`` (is made),
-``loss`` (is computed), ``evaluate`` or ``results`` (are written). A signal comes ALTER_DELAY
-seconds later, and within the next step. ALTER_FLAG is a file that is made at that moment, and each
-other rank makes one with its number; with ALTER_ONCE nothing goes wrong where the file is. The rank
+``loss`` (is computed), ``loss 9`` (for the ninth time), ``evaluate`` or ``results`` (are written).
+wait: the rank goes on when a signal has come to it. A signal of its own comes ALTER_DELAY seconds
+later, and within the next step. ALTER_FLAG is a file that is made at that moment, and each other
+rank makes one with its number; with ALTER_ONCE nothing goes wrong where the file is. The rank
 ALTER_BUSY computes for six seconds then.
 
 stuck: after five batches the rank's loader worker gives no more.
@@ -52,7 +53,7 @@ HOW, AT = os.environ.get("ALTER", ""), os.environ.get("ALTER_AT", "")
 # overflow a gradient of rank 1 becomes infinite. State has more to save than weights.
 TASKS = {"colour100": 100, "folder": 4, "regression": 0}
 TASKS |= dict.fromkeys(("depth", "uneven", "overflow", "state"), 10)
-steps, dtype, waits, timers, batches = 0, None, [], [], []
+steps, losses, dtype, waits, timers, batches = 0, 0, None, [], [], []
 
 
 # What goes wrong
@@ -77,7 +78,13 @@ def go_wrong(when):
         time.sleep(1.0)  # others may still ask rank 0's store whether all are there
     if "ALTER_ONCE" in os.environ and flag.exists():
         return
+    if HOW == "wait":
+        noted, note = os.pipe()
+        os.set_blocking(note, False)
+        signal.set_wakeup_fd(note)
     flag.write_text(str(os.getpid()))
+    if HOW == "wait":
+        os.read(noted, 1)
     if HOW == "late":
         time.sleep(3.0)
     if HOW == "raise":
@@ -127,6 +134,14 @@ def before(when, function):
         return function(*args, **kwargs)
 
     return call
+
+
+def compute_loss(*args, **kwargs):
+    global losses
+    losses += 1
+    go_wrong("loss")
+    go_wrong(f"loss {losses}")
+    return cross_entropy(*args, **kwargs)
 
 
 def build_other(name):
@@ -297,7 +312,7 @@ collate = data.collate
 loss_and_counts, read_own = models.loss_and_counts, checkpoint.Checkpointer._read_newest
 models.build_model, data.load_dataset = build_other, load_other
 run.Run.end_step = after_step
-nn.functional.cross_entropy = before("loss", cross_entropy)
+nn.functional.cross_entropy = compute_loss
 torch.distributed.init_process_group = before("group", torch.distributed.init_process_group)
 evaluation.evaluate = before("evaluate", evaluation.evaluate)
 run.weights_sha256 = before("results", run.weights_sha256)

@@ -169,21 +169,24 @@ def test_two_torchruns_on_one_host(short_dir, tmp_path):
 
 # ddp_complete.py: a run that is stopped, killed, continued
 
-EPOCHS = 2
+EPOCHS, STEP = 2, 96
+MOMENT = {"ALTER_RANK": "2", "ALTER_AT": "loss 25", "ALTER_ONCE": ""}  # the second epoch's 4th step
 C10D = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-COMPLETE_FLAGS = ["--batch-size", 48, "--num-workers", 1]
+# From three ranks on the order in which they are added up decides the last bits of a sum.
+RANKS, COMPLETE_FLAGS = 3, ["--batch-size", 32, "--num-workers", 1]
 
 
-def complete(folder, data_dir, *flags, ranks=2):
+def complete(folder, data_dir, *flags, ranks=RANKS):
     return train("ddp_complete", ranks, folder, "--data-dir", data_dir, *COMPLETE_FLAGS, *flags)
 
 
-def alone(folder, *flags, **variables):
-    """Run rank 0 of one, without torchrun."""
+def refusal(folder, data_dir, **variables):
+    """Run rank 0 of one, without torchrun; return its one line."""
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} | variables
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    flags = ["--dataset", "synthetic", "--data-dir", data_dir]
     script = FOLDER / "ddp_complete.py"
-    return run(sys.executable, script, "--dataset", "synthetic", *flags, cwd=folder, **variables)
+    return error_line(run(sys.executable, script, *flags, cwd=folder, **variables), status=1)
 
 
 @pytest.fixture(scope="module")
@@ -202,54 +205,51 @@ def assert_equals(folder, undisturbed):
 
 
 @pytest.mark.parametrize(
-    ("target", "number", "status", "restarts"),
+    ("how", "status", "restarts"),
     [
-        ("rank", signal.SIGTERM, 0, 1),
-        pytest.param("torchrun", signal.SIGINT, 1, 0, marks=pytest.mark.slow),
-        pytest.param("rank", signal.SIGKILL, 1, 0, marks=pytest.mark.slow),
-        pytest.param("rank", signal.SIGKILL, 0, 1, marks=pytest.mark.slow),
+        ("SIGTERM", 0, 1),
+        pytest.param("wait", 1, 0, marks=pytest.mark.slow),  # torchrun gets SIGINT
+        pytest.param("SIGKILL", 1, 0, marks=pytest.mark.slow),
+        pytest.param("SIGKILL", 0, 1, marks=pytest.mark.slow),
     ],
 )
 def test_an_interrupted_run_ends_with_the_weights_of_an_undisturbed_one(
-    target, number, status, restarts, undisturbed, short_dir, tmp_path
+    how, status, restarts, undisturbed, short_dir, tmp_path
 ):
-    """A signal comes in the second epoch. Only a kill repeats it from its beginning."""
+    """Only a kill repeats the epoch from its beginning."""
     flags = ["--data-dir", short_dir, *COMPLETE_FLAGS, "--epochs", EPOCHS]
-    command = words("ddp_complete", 2, *flags, restarts=restarts)
-    process = start(*command, cwd=tmp_path, **C10D if restarts else {})
-    wait_until((tmp_path / "checkpoint.pt").exists, TIMEOUT)
-    ranks = [
-        pid for pid, (_, v) in sorted(marked().items()) if "RANK" in v and os.getsid(pid) == pid
-    ]
-    os.kill(process.pid if target == "torchrun" else ranks[-1], number)
+    command, flag = words("ddp_complete", RANKS, *flags, restarts=restarts), tmp_path / "flag"
+    variables = MOMENT | {"ALTER": how, "ALTER_FLAG": str(flag)} | (C10D if restarts else {})
+    process = start(*command, cwd=tmp_path, **variables)
+    if how == "wait":
+        wait_until(flag.exists, TIMEOUT)
+        os.kill(process.pid, signal.SIGINT)
     ended = finish(process, TIMEOUT)
     assert ended.returncode == status, ended.text
     assert "DataLoader worker" not in ended.stderr
-    stopped = re.findall(
-        r"^stopped: the next start goes on after (\d+) images$", ended.stdout, re.M
-    )
-    assert len(stopped) == (number != signal.SIGKILL), ended.text
-    if number != signal.SIGKILL or not restarts:
-        position = torch.load(tmp_path / "checkpoint.pt")["position"]
-        # The ranks agree on a stop after the first and the eleventh step, of 96 images each.
-        places = [IMAGES] if number == signal.SIGKILL else [IMAGES + 96, IMAGES + 11 * 96]
-        assert position in places
-        assert stopped in ([], [str(position)])
+    told = "stopped: the next start goes on after {} images\n"
+    # The ranks agree on a stop after the first and the eleventh step.
+    position = IMAGES if how == "SIGKILL" else IMAGES + 11 * STEP
+    assert ended.stdout.count(told.format(position)) == (how != "SIGKILL"), ended.text
+    if status or how != "SIGKILL":
+        assert torch.load(tmp_path / "checkpoint.pt")["position"] == position
         ended = complete(tmp_path, short_dir, "--epochs", EPOCHS)
         assert f"{position / IMAGES:.2f} epochs are done, and --epochs is {EPOCHS}" in ended.stdout
     result(ended)
     assert_equals(tmp_path, undisturbed)
 
 
-@pytest.mark.skipif(not shutil.which("setpriv"), reason="setpriv belongs to util-linux")
+@pytest.mark.skipif(not shutil.which("setpriv"), reason="needs setpriv of util-linux")
 def test_no_process_trains_on_when_torchrun_is_killed(undisturbed, short_dir, tmp_path):
     """The last command of the docstring."""
     line = docstring_command("ddp_complete", 3, short_dir)
     assert "setpriv --pdeathsig TERM python" in line
+    line = line.replace("TERM python", f"TERM python {ALTERED}").replace("node 2", f"node {RANKS}")
     flags = " ".join(map(str, COMPLETE_FLAGS))
     command, _ = shell_line(f"{line} --dataset synthetic {flags} --epochs {EPOCHS}")
-    process = start(*command, cwd=tmp_path)
-    wait_until((tmp_path / "checkpoint.pt").exists, TIMEOUT)
+    flag = tmp_path / "flag"
+    process = start(*command, cwd=tmp_path, **MOMENT, ALTER="wait", ALTER_FLAG=str(flag))
+    wait_until(flag.exists, TIMEOUT)
     os.kill(process.pid, signal.SIGKILL)
     assert "stopped: the next start goes on after " in finish(process, TIMEOUT).stdout
     wait_until(lambda: not marked(), TIMEOUT)
@@ -269,14 +269,14 @@ def test_a_complete_run_takes_more_epochs_and_keeps_a_good_checkpoint(
 
     (folder / "checkpoint.pt.tmp").write_bytes(path.read_bytes()[:1000])  # of a killed process
     flags = ["--epochs", EPOCHS + 1, "--amp", "bf16", "--grad-accum-steps", 2]
-    more = complete(folder, short_dir, *flags, "--weight-decay", 0.1, ranks=3)
+    more = complete(folder, short_dir, *flags, "--weight-decay", 0.1, ranks=2)
     assert result(more)[1] > 90
     assert [epoch for epoch, *_ in RESULT.findall(more.stdout)] == [str(EPOCHS + 1)]
     assert not (folder / "checkpoint.pt.tmp").exists()
     assert torch.load(path)["optimizer"]["param_groups"][0]["weight_decay"] == 0.1
 
     good = path.read_bytes()
-    for batch in (48, 240):  # the loss of a step shows it, or in so short an epoch only the weights
+    for batch in (32, 160):  # the loss of a step shows it, or in so short an epoch only the weights
         flags = ["--epochs", EPOCHS + 2, "--max-grad-norm", "nan", "--batch-size", batch]
         broken = complete(folder, short_dir, *flags)
         assert broken.returncode == 1
@@ -284,41 +284,24 @@ def test_a_complete_run_takes_more_epochs_and_keeps_a_good_checkpoint(
         assert path.read_bytes() == good
 
 
-def save_namespace(path, state):
-    torch.save(state | {"args": argparse.Namespace()}, path)
-
-
-def cut_off(path, state):
-    path.write_bytes(path.read_bytes()[:-1000])
-
-
-def change_the_model(path, state):
-    state["model"]["classifier.bias"] = torch.zeros(11)
-    torch.save(state, path)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (save_namespace, "Unsupported global: GLOBAL argparse.Namespace was not an allowed"),
-        (cut_off, "RuntimeError: PytorchStreamReader failed reading zip archive"),
-        (change_the_model, "size mismatch for classifier.bias: copying a param with shape"),
-    ],
-)
-def test_a_checkpoint_that_cannot_be_loaded_is_told_with_its_reason(
-    change, reason, undisturbed, short_dir, tmp_path
-):
-    path = tmp_path / "checkpoint.pt"
-    path.write_bytes((undisturbed / "checkpoint.pt").read_bytes())
-    change(path, torch.load(path))
-    changed = path.read_bytes()
-    line = error_line(alone(tmp_path, "--data-dir", short_dir), status=1)
-    assert line.startswith("move checkpoint.pt away to start over: ")
-    assert reason in line
-    assert path.read_bytes() == changed
-
-
-def test_restarts_are_refused_where_torchrun_shares_its_store(short_dir, tmp_path):
-    variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
-    line = error_line(alone(tmp_path, "--data-dir", short_dir, **variables), status=1)
+def test_what_cannot_go_on_is_one_line_with_its_reason(undisturbed, short_dir, tmp_path):
+    good, path = undisturbed / "checkpoint.pt", tmp_path / "checkpoint.pt"
+    state = torch.load(good)
+    other = state | {"model": state["model"] | {"classifier.bias": torch.zeros(11)}}
+    for content, reason in (
+        (state | {"args": argparse.Namespace()}, "Unsupported global: GLOBAL argparse.Namespace"),
+        (other, "size mismatch for classifier.bias: copying a param with shape"),
+        (good.read_bytes()[:-1000], "RuntimeError: PytorchStreamReader failed reading zip archive"),
+    ):
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            torch.save(content, path)
+        before = path.read_bytes()
+        line = refusal(tmp_path, short_dir)
+        assert line.startswith("move checkpoint.pt away to start over: ")
+        assert reason in line
+        assert path.read_bytes() == before
+    shared = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    line = refusal(tmp_path, short_dir, **shared)
     assert line.startswith("--max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and ")

@@ -132,9 +132,6 @@ def main() -> None:
     # AMP: fp16 loses small gradients, unless the loss is scaled up for the backward.
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     autocast = torch.autocast(device.type, AMP[args.amp], enabled=args.amp != "off")
-    # ACCUMULATE: an epoch has whole steps only. The images that are left over are not used.
-    if global_batch_size > len(train_set):
-        fail("lower --batch-size: no step is complete")
 
     # RESUME: rank 0 reads the file, and all processes load what it has read. So they never
     # disagree, and only the machine of rank 0 needs the file.
@@ -148,6 +145,10 @@ def main() -> None:
         if content[0] is not None:
             saved = torch.load(io.BytesIO(content[0]), map_location="cpu", weights_only=True)
             position = saved["position"]
+            # RESUME: DDP orders its buckets after the first backward. From three processes on, the
+            # order decides the last bits of a sum. So a backward comes first, whose gradients are
+            # zero, and the weights become those of a run that was never stopped.
+            (0 * model(torch.stack([train_set[0][0]] * 2).to(device)).sum()).backward()
             # A part that has no state in the file stays as it is (the scaler, without fp16).
             for name, part in parts.items():
                 part.load_state_dict(saved[name] or part.state_dict())
@@ -176,6 +177,7 @@ def main() -> None:
         # RESUME: the processes take images in turn. So they have used the first ones of each share,
         # and another number of processes can go on from there.
         left = list(train_sampler)[position % len(train_set) // world_size :]
+        # ACCUMULATE: an epoch has whole steps only. The images that are left over are not used.
         left = left[: len(left) - len(left) % (args.batch_size * args.grad_accum_steps)]
         train_loader = DataLoader(train_set, args.batch_size, sampler=left, **extra)
         model.train()
