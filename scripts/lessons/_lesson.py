@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 # Seconds. A lesson takes five to fifteen. On a busy machine it takes longer, and none may hang.
 TIME_LIMIT = 120.0
-sys.path.insert(0, str(Path(__file__).parents[2]))  # for lessons that import the project's modules
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))  # for lessons that import the project's modules
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the ranks inherit it: no C++ stacks
 # Ranks are forks of a server that has imported torch already, so they start in milliseconds.
 context = multiprocessing.get_context("forkserver")
@@ -37,22 +38,26 @@ class Outcome:
     error: str = ""
 
 
-def start(main: Callable[[], dict[str, bool]], ddp: bool = False, ask: str = "") -> None:
+def start(main: Callable[[], dict[str, bool]], ask: str = "") -> None:
     """Run a lesson, print its claims, and exit with 0 if its run showed all of them, else with 1.
 
-    With ``--predict`` ask a question first, and wait for the reader's answer.
+    With ``--predict`` ask a question first, and wait for the reader's answer. In the end name the
+    findings of scripts/check/check.py that the lesson explains.
 
     Args:
         main: returns each claim, and whether the run showed it.
-        ddp: whether ranks wrap a model in DDP. DDP's constructor imports torch._dynamo, which takes
-            seconds in every rank. With this flag the server of the ranks imports it once.
         ask: what a reader may guess before a lesson makes its mistake.
     """
-    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
+    lesson = sys.modules["__main__"]
+    parser = argparse.ArgumentParser(
+        description=lesson.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     if ask:
         parser.add_argument("--predict", action="store_true", help="guess first")
     args = parser.parse_args(namespace=argparse.Namespace(predict=False))
-    context.set_forkserver_preload(["torch._dynamo" if ddp else "torch"])
+    # DDP's constructor imports torch._dynamo, which takes seconds: once here, not in every rank.
+    wraps = hasattr(lesson, "DistributedDataParallel")
+    context.set_forkserver_preload(["torch._dynamo" if wraps else "torch"])
     try:
         guess = input(f"{ask}\nYour guess, then Enter: ") if args.predict else ""
         _setup_process()
@@ -62,10 +67,19 @@ def start(main: Callable[[], dict[str, bool]], ddp: bool = False, ask: str = "")
     print()
     for claim, shown in claims.items():
         print(f"{'shown' if shown else 'NOT SHOWN'}: {claim}")
+    if findings := _findings(Path(str(lesson.__file__)).stem):
+        told = " or ".join(f'"{finding}"' for finding in findings)
+        print(f"scripts/check/check.py says {told} where a script of your own gets this wrong.")
     if guess:
         print(f"\nyour guess was: {guess}")
     faulthandler.cancel_dump_traceback_later()
     sys.exit(0 if claims and all(claims.values()) else 1)
+
+
+def _findings(lesson: str) -> list[str]:
+    lines = (ROOT / "scripts/check/findings.txt").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.split("|")] for line in lines]
+    return [row[1] for row in cells if row[2:3] == [lesson]]
 
 
 def first_line(error: BaseException) -> str:
@@ -90,7 +104,8 @@ def run_ranks(
 ) -> list[Outcome]:
     """Call ``work(rank, world_size, *args)`` in ``world_size`` processes; return how each ended.
 
-    A collective waits for ``timeout`` seconds. If it is None, there is no process group.
+    All begin together. A collective waits for ``timeout`` seconds. If it is None, there is no
+    process group.
     """
     outcomes, started = [], []
     with tempfile.TemporaryDirectory() as folder:
@@ -113,6 +128,24 @@ def run_ranks(
     return outcomes
 
 
+def values(work: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """Do the same with ranks that must not fail; return what each returned."""
+    outcomes = run_ranks(work, world_size, *args)
+    assert not any(outcome.error for outcome in outcomes), outcomes
+    return [outcome.value for outcome in outcomes]
+
+
+def show(
+    told: str, work: Callable[..., Any], case: str, ranks: int = 2, timeout: float = 30.0
+) -> list[Outcome]:
+    """Call ``work(rank, world_size, case)``, and print its value (as in ``told``) or its error."""
+    outcomes = run_ranks(work, ranks, case, timeout=timeout)
+    print(f"{case}:")
+    for outcome in outcomes:
+        print(f"  rank {outcome.rank}: {outcome.error[:180] or told.format(outcome.value)}")
+    return outcomes
+
+
 def _setup_process() -> None:
     """Bound this process's time, and give it one thread, so that ranks can share the cores."""
     faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)
@@ -121,17 +154,17 @@ def _setup_process() -> None:
 
 def _meet(store: dist.Store, place: str, rank: int, world_size: int) -> None:
     store.set(f"{place}/{rank}", "")
-    store.wait([f"{place}/{i}" for i in range(world_size)], timedelta(seconds=30))
+    store.wait([f"{place}/{i}" for i in range(world_size)], timedelta(seconds=TIME_LIMIT))
 
 
 def _rank(pipe: Any, folder: str, timeout: float | None, work: Any, *args: Any) -> None:
     _setup_process()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all: a rank ends silently
     rank, world_size = args[:2]
+    store = dist.FileStore(f"{folder}/store", world_size)
+    # A lesson may set a short timeout, which must not include the time to start up.
+    _meet(store, "started", rank, world_size)
     if timeout is not None:
-        store = dist.FileStore(f"{folder}/store", world_size)
-        # A lesson may set a short timeout, which must not include the time to start up.
-        _meet(store, "started", rank, world_size)
         limit = timedelta(seconds=timeout)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=limit

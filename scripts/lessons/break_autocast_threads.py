@@ -18,65 +18,54 @@ import torch
 from _lesson import start
 from torch import Tensor
 
-INPUTS = torch.ones(2, 2)
+
+def forward() -> Tensor:
+    return torch.ones(2, 2) @ torch.ones(2, 2)
 
 
-def forward(inputs: Tensor) -> Tensor:
-    return inputs @ inputs
-
-
-def forward_with_autocast(inputs: Tensor) -> Tensor:
+def forward_with_autocast() -> Tensor:
     with torch.autocast("cpu", dtype=torch.float16):
-        return inputs @ inputs
+        return forward()
 
 
-def forward_after_hook(inputs: Tensor) -> Tensor:
+def forward_after_hook() -> Tensor:
     torch.set_autocast_dtype("cpu", torch.float16)  # in the thread, inside of its autocast
-    return inputs @ inputs
+    return forward()
 
 
-def replica(forward: Callable[[Tensor], Tensor]) -> torch.dtype:
+def replica(forward: Callable[[], Tensor]) -> torch.dtype:
     """Run a forward as parallel_apply does in each thread; return the dtype of its output."""
     with torch.amp.autocast("cpu", enabled=True):  # no dtype
-        return forward(INPUTS).dtype
+        return forward().dtype
 
 
 def main() -> dict[str, bool]:
+    forwards = (forward, forward_with_autocast, forward_after_hook)
     with ThreadPoolExecutor(1) as pool:
-
-        def thread(call: Callable[..., torch.dtype], *args: object) -> torch.dtype:
-            return pool.submit(call, *args).result()
-
         with torch.autocast("cpu", dtype=torch.float16):
-            caller = forward(INPUTS).dtype
-            bare = thread(lambda: forward(INPUTS).dtype)
-            broken, cured = thread(replica, forward), thread(replica, forward_with_autocast)
-            hooked = thread(replica, forward_after_hook)
+            caller = forward().dtype
+            broken, cured, hooked = (pool.submit(replica, each).result() for each in forwards)
         default = torch.get_autocast_dtype("cuda")
         torch.set_autocast_dtype("cuda", torch.bfloat16)  # autocast("cuda", dtype=...) calls it
-        cuda = torch.get_autocast_dtype("cuda"), thread(torch.get_autocast_dtype, "cuda")
+        cuda = pool.submit(torch.get_autocast_dtype, "cuda").result()
         torch.set_autocast_dtype("cuda", default)
     print('under autocast("cpu", dtype=torch.float16)')
     print(f"  the calling thread computes in           {caller}")
-    print(f"  a thread without autocast computes in    {bare}")
     print(f"  a replica's thread computes in           {broken}")
     print(f"  the same, with autocast in its forward   {cured}")
     print(f"  the same, with the dtype set in a hook   {hooked}")
-    print(f"CUDA's dtype, set to {cuda[0]}, is {cuda[1]} in another thread")
+    print(f"CUDA's dtype, set to torch.bfloat16, is {cuda} in another thread")
     return {
-        "autocast holds in the thread that opened it only": caller == torch.float16
-        and bare == torch.float32,
-        "a thread that opens it without a dtype gets the default of the device": broken
-        == torch.bfloat16,
-        "for CUDA the default is float16, although the caller asked for bfloat16": cuda
-        == (torch.bfloat16, torch.float16),
+        "a thread that opens autocast without a dtype gets the default of the device": (
+            (caller, broken) == (torch.float16, torch.bfloat16)
+        ),
+        "for CUDA the default is float16, although the caller asked for bfloat16": (
+            cuda == torch.float16
+        ),
         "cure: open autocast, with its dtype, in the model's forward": cured == torch.float16,
         "cure: set the dtype in the thread, before the forward": hooked == torch.float16,
     }
 
 
 if __name__ == "__main__":
-    start(
-        main,
-        ask="The main thread asks autocast for float16. In which type do the two replicas compute?",
-    )
+    start(main, "The caller asks autocast for float16. In which type do two replicas compute?")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _lesson import run_ranks, start
+from _lesson import start, values
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,7 +40,7 @@ def work(rank: int, world_size: int) -> dict[str, Tensor]:
 
 
 def main() -> dict[str, bool]:
-    first, second = (outcome.value for outcome in run_ranks(work, 2))
+    first, second = values(work, 2)
     apart = {}
     print("On average the ranks' answers are apart by:")
     for when in ("before", "after"):
@@ -57,8 +57,4 @@ def main() -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    start(
-        main,
-        ddp=True,
-        ask="Both ranks have equal weights after training. Do they answer the same input alike?",
-    )
+    start(main, "Both ranks have equal weights. Do they answer the same input alike?")

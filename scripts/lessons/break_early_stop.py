@@ -4,14 +4,12 @@ python scripts/lessons/break_early_stop.py
 
 Asked in Lightning-AI/pytorch-lightning#379 and pytorch/pytorch#134920.
 
-`scripts/check/check.py` says "a rank stops alone" where a script of your own does this.
-
 It prints the epoch at which each rank stops, and how the others end.
 """
 
 import torch
 import torch.distributed as dist
-from _lesson import run_ranks, start
+from _lesson import show, start
 
 PATIENCE = 2  # epochs without a better loss
 # The validation loss of each rank's share, epoch by epoch: rank 0's is best early, rank 1's late.
@@ -38,16 +36,10 @@ def work(rank: int, world_size: int, case: str) -> int:
     return epochs
 
 
-def show(case: str) -> list[int]:
-    epochs = [outcome.value for outcome in run_ranks(work, 2, case)]
-    print(f"{case}: " + ", ".join(f"rank {r} stops after epoch {e}" for r, e in enumerate(epochs)))
-    return epochs
-
-
 def main() -> dict[str, bool]:
-    own = show("its own loss")
-    first = show("all stop with the first")
-    together = show("the loss of all")
+    cases = ("its own loss", "all stop with the first", "the loss of all")
+    outcomes = (show("stops after epoch {}", work, case) for case in cases)
+    own, first, together = ([outcome.value for outcome in ranks] for ranks in outcomes)
     return {
         "by its own loss rank 0 leaves after epoch 4, and rank 1's next backward waits for it in "
         "vain (break_rank_zero_collective shows how such a wait ends)": own == [4, 7],
@@ -59,7 +51,4 @@ def main() -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    start(
-        main,
-        ask="Each rank stops when its own loss stops falling. What does the rank that goes on see?",
-    )
+    start(main, "A rank stops when its own loss stops falling. What happens to the other?")

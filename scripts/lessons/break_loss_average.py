@@ -7,12 +7,10 @@ Asked in huggingface/transformers#34242, pytorch/torchtitan#2206 and modelscope/
 It prints each loss beside the right one, for ranks and for micro-batches.
 """
 
-from contextlib import nullcontext
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _lesson import run_ranks, start
+from _lesson import start, values
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -55,13 +53,10 @@ def work(rank: int, world_size: int) -> dict[str, Tensor]:
         }
         model = DistributedDataParallel(build())
         for i, (inputs, labels) in enumerate(mine):
-            with nullcontext() if i == len(mine) - 1 else model.no_sync():
-                if case == CASES[0]:
-                    loss = F.cross_entropy(model(inputs), labels) / len(mine)
-                else:
-                    total = F.cross_entropy(model(inputs), labels, reduction="sum")
-                    loss = total / divisor[case]
-                loss.backward()
+            model.require_backward_grad_sync = i == len(mine) - 1
+            total = F.cross_entropy(model(inputs), labels, reduction="sum")
+            # The mean of a micro-batch divides by its own number of tokens.
+            (total / divisor.get(case, len(labels) * len(mine))).backward()
         found[case] = gradient(model)
     return found
 
@@ -73,25 +68,20 @@ def main() -> dict[str, bool]:
     F.cross_entropy(single(inputs), labels).backward()
     right = gradient(single)
     off = {}
-    for case, found in run_ranks(work, 2)[0].value.items():
+    for case, found in values(work, 2)[0].items():
         off[case] = float((found - right).norm() / right.norm())
         print(f"  {case:42}{off[case]:6.3f} off the gradient of all tokens at once")
     return {
         "a mean of means weights one token like nine others": off[CASES[0]] > 0.1,
-        "divided by this rank's tokens, the micro-batches are right and the ranks are wrong": 0.01
-        < off[CASES[1]]
-        < off[CASES[0]],
-        "divided by the tokens of all ranks, the gradient is too small by the world size": abs(
-            off[CASES[2]] - 0.5
-        )
-        < 1e-9,
+        "divided by this rank's tokens, the micro-batches are right and the ranks are wrong": (
+            0.01 < off[CASES[1]] < off[CASES[0]]
+        ),
+        "divided by the tokens of all ranks, the gradient is too small by the world size": (
+            abs(off[CASES[2]] - 0.5) < 1e-9
+        ),
         "cure: times the world size, it is the gradient of one device": off[CASES[3]] < 1e-12,
     }
 
 
 if __name__ == "__main__":
-    start(
-        main,
-        ddp=True,
-        ask="Two ranks have unequal numbers of tokens. Is the mean of their means the mean?",
-    )
+    start(main, "Two ranks have unequal numbers of tokens. Is the mean of their means the mean?")

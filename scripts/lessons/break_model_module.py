@@ -2,16 +2,13 @@
 
 python scripts/lessons/break_model_module.py
 
-`scripts/check/check.py` says "past the wrapper" or "outside the wrapper" where a script of your own
-does this.
-
 It prints the gradient and the weight of each rank after some steps, for both calls.
 """
 
 from typing import Any
 
 import torch
-from _lesson import count_sends, run_ranks, start
+from _lesson import count_sends, start, values
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,7 +36,7 @@ def work(rank: int, world_size: int, unwrap: bool) -> tuple[int, list[float]]:
 def main() -> dict[str, bool]:
     found = {}
     for call, unwrap in (("model.module(inputs)", True), ("model(inputs)", False)):
-        found[unwrap] = [outcome.value for outcome in run_ranks(work, 2, unwrap)]
+        found[unwrap] = values(work, 2, unwrap)
         print(f"{call}:")
         for rank, (sent, weights) in enumerate(found[unwrap]):
             told = ", ".join(f"{weight:+.4f}" for weight in weights)
@@ -56,8 +53,4 @@ def main() -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    start(
-        main,
-        ddp=True,
-        ask="The training calls model.module(inputs). How many gradients does DDP send?",
-    )
+    start(main, "The training calls model.module(inputs). How many gradients does DDP send?")

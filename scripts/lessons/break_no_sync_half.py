@@ -2,16 +2,13 @@
 
 python scripts/lessons/break_no_sync_half.py
 
-`scripts/check/check.py` says "no_sync at the step" or "no_sync around the backward" where a script
-of your own does this.
-
 It prints how often each way sends gradients, and whether both ranks end with the same ones.
 """
 
 from contextlib import nullcontext
 
 import torch
-from _lesson import count_sends, run_ranks, start
+from _lesson import count_sends, start, values
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,9 +39,8 @@ def work(rank: int, world_size: int, forward: bool, backward: bool) -> tuple[int
 def main() -> dict[str, bool]:
     sends, equal, gradients = {}, {}, {}
     for way, halves in WAYS.items():
-        ranks = [outcome.value for outcome in run_ranks(work, 2, *halves)]
-        sends[way], gradients[way] = ranks[0]
-        equal[way] = ranks[0][1] == ranks[1][1]
+        (sends[way], gradients[way]), (_, other) = values(work, 2, *halves)
+        equal[way] = gradients[way] == other
         words = "the ranks have the same gradient" if equal[way] else "each rank has its own"
         numbers = " ".join(f"{value:+.4f}" for value in gradients[way])
         print(f"{way:25} {sends[way]} sends; {words}; rank 0: {numbers}")
@@ -64,8 +60,4 @@ def main() -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    start(
-        main,
-        ddp=True,
-        ask="Four micro-steps, no_sync around the backward only. How often does DDP send?",
-    )
+    start(main, "Four micro-steps, no_sync around the backward only. How often does DDP send?")

@@ -6,8 +6,6 @@ DDP compares models, not data, so the run ends without an error. Two causes are 
 a set of strings differs from process to process, and so do class numbers that follow this order. A
 split without a seed also differs. Then one rank trains on samples that another rank tests.
 
-`scripts/check/check.py` says "other data" where a script of your own does this.
-
 It prints what each rank holds for a class, and what the comparison finds.
 """
 
@@ -20,7 +18,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _lesson import run_ranks, start
+from _lesson import start, values
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import random_split
@@ -65,10 +63,8 @@ def work(rank: int, world_size: int, orders: list[tuple[str, ...]], seed: int | 
 
 
 def show(title: str, orders: list[tuple[str, ...]], seed: int | None) -> tuple[float, int, bool]:
-    ranks = [outcome.value for outcome in run_ranks(work, 2, orders, seed)]
-    accuracy = ranks[0][0]
-    leaked = len(ranks[0][1] & ranks[1][2])
-    same = ranks[0][3] == ranks[1][3]
+    (accuracy, test, _, labels), (_, _, train, others) = values(work, 2, orders, seed)
+    leaked, same = len(test & train), labels == others
     print(f"{title}: accuracy {accuracy:.1%}")
     print(f"  {leaked} of rank 0's {TEST} test samples are in rank 1's training set")
     print(f"  the labels' checksums are {'equal' if same else 'different'}")
@@ -85,22 +81,19 @@ def main() -> dict[str, bool]:
     right = show("enumerate(sorted(names)), seeded split", of_lists, 0)
     return {
         "a set of strings has another order in another process": of_sets[0] != of_sets[1],
-        "ranks with other class numbers train against each other, without an error": numbers[0]
-        < 0.8,
+        "ranks with other class numbers train against each other, without an error": (
+            numbers[0] < 0.8
+        ),
         "with an unseeded split, rank 1 trains on samples that rank 0 tests, and the accuracy does "
         "not show it": split[1] > 0 and split[0] > 0.95,
-        "a checksum of the labels, compared before the first step, finds the class numbers": right[
-            2
-        ]
-        and not numbers[2],
-        "cure: sorted names, and the same seed for the split on all ranks": right[0] > 0.95
-        and right[1] == 0,
+        "a checksum of the labels, compared before the first step, finds the class numbers": (
+            right[2] and not numbers[2]
+        ),
+        "cure: sorted names, and the same seed for the split on all ranks": (
+            right[0] > 0.95 and right[1] == 0
+        ),
     }
 
 
 if __name__ == "__main__":
-    start(
-        main,
-        ddp=True,
-        ask="Two ranks number the classes by a Python set. Does the training end with an error?",
-    )
+    start(main, "Two ranks number the classes by a Python set. Does the training raise an error?")

@@ -5,9 +5,6 @@ python scripts/lessons/break_padded_evaluation.py
 DistributedSampler repeats samples to make the shares equal. One rank's accuracy is not that of all
 ranks. A mean of accuracies is wrong if the shares differ in size.
 
-`scripts/check/check.py` says "evaluates a share", "leaves samples out" or "padded evaluation" where
-a script of your own does this.
-
 It prints the accuracy that each way reports, beside the true one.
 """
 
@@ -16,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _lesson import first_line, run_ranks, start
+from _lesson import first_line, start, values
 from torch.utils.data import DistributedSampler
 
 WORLD_SIZE, SAMPLES = 4, 10
@@ -31,19 +28,16 @@ def correct(share: Sequence[int]) -> int:
 def work(rank: int, world_size: int) -> dict[str, Any]:
     """Return this rank's shares, and the accuracy that each way finds on this rank."""
     samples: Any = range(SAMPLES)
-    shares = {
-        "DistributedSampler": list(DistributedSampler(samples, world_size, rank, shuffle=False)),
-        "drop_last=True": list(
-            DistributedSampler(samples, world_size, rank, shuffle=False, drop_last=True)
-        ),
-        "unpadded": list(samples[rank::world_size]),  # shares may differ by one sample
-    }
+    own = list(samples[rank::world_size])  # shares may differ by one sample
+    shares: dict[str, list[int]] = {"unpadded": own}
+    for name, drop in (("DistributedSampler", False), ("drop_last=True", True)):
+        options: Any = {"shuffle": False, "drop_last": drop}
+        shares[name] = list(DistributedSampler(samples, world_size, rank, **options))
     found: dict[str, Any] = {}
     for name, share in shares.items():
         sums = torch.tensor([correct(share), len(share)])
         dist.all_reduce(sums)  # numerator and denominator together; divided last
         found[name] = share, float(sums[0] / sums[1])
-    own = shares["unpadded"]
     found["own correct / all samples"] = own, correct(own) / SAMPLES
     found["own correct / own count"] = own, correct(own) / len(own)
     average = torch.tensor(correct(own) / len(own))
@@ -57,7 +51,7 @@ def work(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def main() -> dict[str, bool]:
-    ranks = [outcome.value for outcome in run_ranks(work, WORLD_SIZE)]
+    ranks = values(work, WORLD_SIZE)
     print(f"{SAMPLES} samples, of which the model gets {sorted(MISTAKES)} wrong: {TRUE:.1%}")
     assigned = [found.pop("assigned") for found in ranks]
     accuracy = {}
@@ -69,16 +63,17 @@ def main() -> dict[str, bool]:
     return {
         "the sampler repeats the first samples until the shares are equal, and they count twice: 8 "
         "of 12": accuracy["DistributedSampler"] == [0.667] * WORLD_SIZE,
-        "with drop_last it leaves samples out: 6 of 8": accuracy["drop_last=True"]
-        == [0.75] * WORLD_SIZE,
+        "with drop_last it leaves samples out: 6 of 8": (
+            accuracy["drop_last=True"] == [0.75] * WORLD_SIZE
+        ),
         "one rank's correct answers over all samples: the accuracy falls with every device that "
         "you add": max(accuracy["own correct / all samples"]) < TRUE / 2,
-        "one rank's accuracy is the accuracy of its share": set(accuracy["own correct / own count"])
-        == {0.667, 1.0},
-        "a mean of accuracies gives the samples of a small share too much weight": accuracy[
-            "mean of accuracies"
-        ]
-        == [0.833] * WORLD_SIZE,
+        "one rank's accuracy is the accuracy of its share": (
+            set(accuracy["own correct / own count"]) == {0.667, 1.0}
+        ),
+        "a mean of accuracies gives the samples of a small share too much weight": (
+            accuracy["mean of accuracies"] == [0.833] * WORLD_SIZE
+        ),
         "all_reduce returns None": all("NoneType" in error for error in assigned),
         "cure: samples[rank::world_size] has each sample once; sum correct and count over the "
         "ranks, then divide": accuracy["unpadded"] == [TRUE] * WORLD_SIZE,
@@ -86,7 +81,4 @@ def main() -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    start(
-        main,
-        ask="Ten samples, four ranks, 80 % are right. What does DistributedSampler report?",
-    )
+    start(main, "Ten samples, four ranks, 80 % are right. What does DistributedSampler report?")

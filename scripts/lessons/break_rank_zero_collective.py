@@ -2,9 +2,6 @@
 
 python scripts/lessons/break_rank_zero_collective.py
 
-`scripts/check/check.py` says "other collectives" or "evaluates through the wrapper" where a script
-of your own does this.
-
 It prints what each rank's sums are, and how the wait ends.
 """
 
@@ -12,7 +9,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from _lesson import Outcome, run_ranks, start
+from _lesson import show, start
 
 TIMEOUT = 2.0  # seconds; gloo's default is 30 minutes, so that the job seems to hang
 
@@ -33,29 +30,21 @@ def work(rank: int, world_size: int, case: str) -> tuple[str, float]:
     return "correct", float(correct)
 
 
-def show(case: str, timeout: float = 30.0) -> list[Outcome]:
-    outcomes = run_ranks(work, 2, case, timeout=timeout)
-    print(f"{case}:")
-    for outcome in outcomes:
-        said = outcome.error or "{} = {:.0f}".format(*outcome.value)
-        print(f"  rank {outcome.rank}: {said[:180]}")
-    return outcomes
-
-
 def main() -> dict[str, bool]:
-    busy = show("the other rank is busy", TIMEOUT)
-    gone = show("the other rank has ended")
-    mixed = show("the other rank calls its next collective")
-    fixed = show("all ranks call it, rank 0 reports")
+    told = "{0[0]} = {0[1]:.0f}"
+    busy = show(told, work, "the other rank is busy", timeout=TIMEOUT)
+    gone = show(told, work, "the other rank has ended")
+    mixed = show(told, work, "the other rank calls its next collective")
+    fixed = show(told, work, "all ranks call it, rank 0 reports")
     return {
         "rank 0 waits alone until the timeout, and its error names no rank": (
             "Timed out waiting 2000ms for recv operation" in busy[0].error
         )
         and "rank" not in busy[0].error
         and not busy[1].error,
-        "if the other rank has ended, the error is about the connection": "onnection"
-        in gone[0].error
-        and not gone[1].error,
+        "if the other rank has ended, the error is about the connection": (
+            "onnection" in gone[0].error and not gone[1].error
+        ),
         "the call meets the other rank's next collective, and 1000 + 10 is taken for the sum of "
         "the gradients, without an error": mixed[1].value == ("gradient", 1010.0),
         "cure: called by all ranks, it gives all ranks the sum": all(
@@ -65,6 +54,4 @@ def main() -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    start(
-        main, ask="Rank 0 calls one all_reduce more than rank 1. Does it hang, or is a sum wrong?"
-    )
+    start(main, "Rank 0 calls one all_reduce more than rank 1. Does it hang, or is a sum wrong?")

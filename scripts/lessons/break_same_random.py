@@ -4,18 +4,16 @@ python scripts/lessons/break_same_random.py
 
 Asked in facebookresearch/detr#297 and huggingface/transformers#37932.
 
-`scripts/check/check.py` says "equal random numbers" where a script of your own does this.
-
 It prints what each rank draws, with one seed and with a seed for each rank.
 """
 
 import torch
-from _lesson import Outcome, run_ranks, start
+from _lesson import show, start
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
-WORLD_SIZE, BATCH = 2, 4
+BATCH = 4
 Draws = tuple[list[int], list[int], list[int], float]
 
 
@@ -32,31 +30,22 @@ def work(rank: int, world_size: int, case: str) -> Draws:
     return list(sampler), shifts.tolist(), kept[0].tolist(), model.module[0].weight[0, 0].item()
 
 
-def show(case: str) -> list[Draws]:
-    outcomes: list[Outcome] = run_ranks(work, WORLD_SIZE, case)
-    print(f"{case}:")
-    for outcome in outcomes:
-        images, shifts, kept, weight = outcome.value
-        drawn = f"shifted by {shifts}, dropout keeps {kept}"
-        print(f"  rank {outcome.rank}: images {images} {drawn}, weight {weight:.4f}")
-    return [outcome.value for outcome in outcomes]
-
-
 def main() -> dict[str, bool]:
-    same = show("one seed")
-    own = show("seed + rank")
-    later = show("one seed, until the model is built")
+    told = "images {0[0]} shifted by {0[1]}, dropout keeps {0[2]}, weight {0[3]:.4f}"
+    cases = ("one seed", "seed + rank", "one seed, until the model is built")
+    same, own, later = ([rank.value for rank in show(told, work, case)] for case in cases)
     return {
         "with one seed the ranks draw the same shifts and drop the same units for different "
         "images, so a global batch has half the variety": same[0][1:] == same[1][1:],
-        "cure: with seed + rank each rank draws its own": own[0][1] != own[1][1]
-        and own[0][2] != own[1][2],
-        "cure: one seed for the model, and another one per rank after it is built": later[0][1]
-        != later[1][1]
-        and later[0][2] != later[1][2],
-        "the weights are rank 0's in any case, since DDP broadcasts them": own[0][3]
-        == own[1][3]
-        == same[0][3],
+        "cure: with seed + rank each rank draws its own": (
+            own[0][1] != own[1][1] and own[0][2] != own[1][2]
+        ),
+        "cure: one seed for the model, and another one per rank after it is built": (
+            later[0][1] != later[1][1] and later[0][2] != later[1][2]
+        ),
+        "the weights are rank 0's in any case, since DDP broadcasts them": (
+            own[0][3] == own[1][3] == same[0][3]
+        ),
         "the order is the same in any case, and each rank has another share of it": all(
             sorted(ranks[0][0] + ranks[1][0]) == list(range(8)) and ranks[0][0] == same[0][0]
             for ranks in (same, own, later)
@@ -65,4 +54,4 @@ def main() -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    start(main, ddp=True, ask="All ranks have the same seed. Do their dropout masks differ?")
+    start(main, "All ranks have the same seed. Do their dropout masks differ?")

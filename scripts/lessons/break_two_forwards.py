@@ -4,25 +4,20 @@ python scripts/lessons/break_two_forwards.py
 
 Asked in pytorch/pytorch#22095 and pytorch/pytorch#62474.
 
-`scripts/check/check.py` says "two forwards" or "two backwards" where a script of your own does
-this.
-
 It prints the gradients of both ranks for each order of forwards and backwards.
 """
 
-import inspect
 from typing import Any
 
 import torch
-from _lesson import Outcome, run_ranks, start
+from _lesson import Outcome, show, start
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-# New in torch 2.13. Its predecessor broadcast_buffers=False also skips the first synchronisation.
-NAMES = inspect.signature(DistributedDataParallel).parameters
-FLAG = "forward_sync_buffers" if "forward_sync_buffers" in NAMES else "broadcast_buffers"
-# Whether this version hides the broadcast from autograd, as 2.13 and later do.
-HIDDEN = "preserve_version_counter" in inspect.getsource(DistributedDataParallel._sync_buffers)
+# Since torch 2.13 DDP hides the broadcast from autograd, and the flag has another name. The former
+# one also skips the first synchronisation.
+HIDDEN = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+FLAG = "forward_sync_buffers" if HIDDEN else "broadcast_buffers"
 
 
 class Scaled(nn.Module):
@@ -67,48 +62,35 @@ def work(rank: int, world_size: int, case: str) -> tuple[float, float]:
     return tuple(round(float(layer.weight.grad.sum()), 3) for layer in layers)  # type: ignore[return-value, union-attr]
 
 
-def show(case: str) -> list[Outcome]:
-    outcomes = run_ranks(work, 2, case)
-    print(f"{case}:")
-    for outcome in outcomes:
-        said = outcome.error or "gradient {:.3f}, of one device {:.3f}".format(*outcome.value)
-        print(f"  rank {outcome.rank}: {said[:140]}")
-    return outcomes
-
-
 def right(outcomes: list[Outcome]) -> bool:
     return all(o.value is not None and o.value[0] == o.value[1] for o in outcomes)
 
 
 def main() -> dict[str, bool]:
     print(f"torch {torch.__version__}")
-    between, own = show("a broadcast in between"), show("DDP")
-    without, joined = show(f"{FLAG}=False"), show("one forward of both")
-    twice, in_turn = show("two backwards"), show("two backwards, each after its forward")
+    cases = (
+        *("a broadcast in between", "DDP", f"{FLAG}=False", "one forward of both"),
+        *("two backwards", "two backwards, each after its forward"),
+    )
+    told = "gradient {0[0]:.3f}, of one device {0[1]:.3f}"
+    between, own, without, joined, twice, in_turn = (show(told, work, case) for case in cases)
     said = "modified by an inplace operation"
     return {
         "a broadcast into a buffer that a backward still needs makes that backward fail": all(
             said in outcome.error for outcome in between
         ),
         "DDP broadcasts buffers before a forward if the forward before it had gradients, which "
-        f"failed until it hid the broadcast from autograd (this version hides it: {HIDDEN})": right(
-            own
-        )
-        if HIDDEN
-        else said in own[0].error,
+        f"failed until it hid the broadcast from autograd (this version hides it: {HIDDEN})": (
+            right(own) if HIDDEN else said in own[0].error
+        ),
         f"cure: with {FLAG}=False two forwards and one backward are right": right(without),
         "cure: one forward of both batches is right": right(joined),
-        "of two backwards after two forwards DDP averages the first only, without an error": all(
-            o.value[0] != o.value[1] for o in twice
-        )
-        and twice[0].value[0] != twice[1].value[0],
+        "of two backwards after two forwards DDP averages the first only, without an error": (
+            all(o.value[0] != o.value[1] for o in twice) and twice[0].value != twice[1].value
+        ),
         "cure: each backward right after its forward is averaged": right(in_turn),
     }
 
 
 if __name__ == "__main__":
-    start(
-        main,
-        ddp=True,
-        ask="Two forwards, then two backwards. Do the ranks end with the same gradients?",
-    )
+    start(main, "Two forwards, then two backwards. Do the ranks end with the same gradients?")

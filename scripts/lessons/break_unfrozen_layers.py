@@ -2,9 +2,6 @@
 
 python scripts/lessons/break_unfrozen_layers.py
 
-`scripts/check/check.py` says "unfrozen after wrapping" or "added after wrapping" where a script of
-your own does this.
-
 It prints how far the ranks' weights are apart after three steps, without and with a new wrapper.
 """
 
@@ -12,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _lesson import run_ranks, start
+from _lesson import start, values
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -47,7 +44,7 @@ def work(rank: int, world_size: int, way: str) -> dict[str, float]:
 def main() -> dict[str, bool]:
     apart = {}
     for way in WAYS:
-        apart[way] = run_ranks(work, 2, way)[1].value
+        apart[way] = values(work, 2, way)[1]
         told = ", ".join(f"{name} {distance:.4f}" for name, distance in apart[way].items())
         print(f"{way:31} rank 1 is away from rank 0 by: {told}")
     late, again, before = (apart[way] for way in WAYS)
@@ -62,8 +59,4 @@ def main() -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    start(
-        main,
-        ddp=True,
-        ask="A layer is unfrozen after DDP has wrapped the model. Does DDP average its gradients?",
-    )
+    start(main, "A layer is unfrozen after wrapping. Does DDP average its gradients?")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _lesson import run_ranks, start
+from _lesson import start, values
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -41,9 +41,7 @@ def work(rank: int, world_size: int, options: dict[str, Any]) -> list[tuple[list
         layer.weight.register_hook(note(f"layer {number}"))
     model.register_comm_hook(None, send)
     found = []
-    for _ in range(
-        2
-    ):  # DDP makes its buckets after the first, in the order in which gradients came
+    for _ in range(2):  # DDP makes its buckets after the first, in the order of the gradients
         events.clear()
         sizes.clear()
         model(torch.ones(2, WIDTH)).sum().backward()
@@ -60,7 +58,7 @@ def main() -> dict[str, bool]:
     }
     found = {}
     for title, options in cases.items():
-        found[title] = run_ranks(work, 2, options)[0].value
+        found[title] = values(work, 2, options)[0]
         print(f"{title}:")
         for number, (events, sizes) in enumerate(found[title], start=1):
             print(f"  step {number}: {', '.join(events)}")
@@ -69,24 +67,21 @@ def main() -> dict[str, bool]:
     large = found["one bucket for all"][1][0]
     searched = [sizes for _, sizes in found["find_unused_parameters"]]
     return {
-        "the gradients come from the last layer to the first": [
-            event for event in large if event.startswith("layer")
-        ]
-        == [f"layer {number}" for number in range(LAYERS, 0, -1)],
-        "the first backward sends one bucket of all gradients, after all of them": first[-1]
-        == "send 0",
+        "the gradients come from the last layer to the first; one bucket for all is sent when the "
+        "backward has nothing left to compute": large
+        == ["layer 3", "layer 2", "layer 1", "send 0"],
+        "the first backward sends one bucket of all gradients, after all of them": (
+            first[-1] == "send 0"
+        ),
         "later a bucket is sent as soon as it is full, before the gradients of the earlier layers "
         "exist": small.index("send 0") < small.index("layer 1"),
-        "one bucket for all is sent when the backward has nothing left to compute": large[-1]
-        == "send 0",
-        "by default the first bucket closes at 1 MiB, and the next takes far more": [
-            sizes for _, sizes in found["the default"]
-        ][1]
-        == [LAYER_BYTES, 2 * LAYER_BYTES],
+        "by default the first bucket closes at 1 MiB, and the next takes far more": (
+            found["the default"][1][1] == [LAYER_BYTES, 2 * LAYER_BYTES]
+        ),
         "with find_unused_parameters the buckets stay as they were made at first, the small one "
         "last": searched == [[2 * LAYER_BYTES, LAYER_BYTES]] * 2,
     }
 
 
 if __name__ == "__main__":
-    start(main, ddp=True)
+    start(main)

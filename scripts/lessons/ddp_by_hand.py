@@ -7,9 +7,6 @@ by gradient. The second one sends all gradients in one buffer, also after the ba
 and the fourth step send while the backward computes other gradients. The third sends each gradient
 as soon as it exists, and the fourth sends buckets, as DDP does.
 
-`scripts/check/check.py` says "changed after wrapping", "gradients differ" or "not averaged" where a
-script of your own gets this wrong.
-
 It prints the time of each step, and when the buckets of the fourth one are sent.
 """
 
@@ -23,7 +20,7 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from _lesson import run_ranks, start
+from _lesson import start, values
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -132,7 +129,7 @@ def work(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def main() -> dict[str, bool]:
-    ranks = [outcome.value for outcome in run_ranks(work, WORLD_SIZE)]
+    ranks = values(work, WORLD_SIZE)
     print(f"{WORLD_SIZE} ranks, {usable_cores()} cores; forward, backward, averaging (median):")
     for name in STEPS:
         print(f"  {name:37}{ranks[0][name][0] * 1e3:7.1f} ms")
@@ -154,4 +151,4 @@ def main() -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    start(main, ddp=True)
+    start(main)

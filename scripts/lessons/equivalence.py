@@ -7,7 +7,7 @@ It prints how far the weights of each technique are from those of one device.
 
 import torch
 import torch.nn.functional as F
-from _lesson import run_ranks, start
+from _lesson import start, values
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
@@ -63,7 +63,7 @@ def on_ranks(rank: int, world_size: int) -> dict[str, Tensor]:
 
 
 def main() -> dict[str, bool]:
-    ddp = run_ranks(on_ranks, 2)[0].value
+    ddp = values(on_ranks, 2)[0]
     print(f"{'relative difference from one device':40}{'DP':>10}{'DDP':>10}")
     off: dict[str, list[float]] = {}
     for knob in HARMLESS + HARMLESS_TO_DP + HARMFUL:
@@ -83,13 +83,11 @@ def main() -> dict[str, bool]:
         "took for its weights": tuple(ddp_equal) == HARMLESS,
         "DP makes it with any shares, since its loss is that of the gathered batch": tuple(dp_equal)
         in (HARMLESS + HARMLESS_TO_DP, (*HARMLESS, *HARMLESS_TO_DP, "dropout")),
-        "half the steps go half as far, and twice the rate compensates for most of it": twice
-        < 0.1
-        < 0.4
-        < half
-        < 0.6,
+        "half the steps go half as far, and twice the rate compensates for most of it": (
+            twice < 0.1 and 0.4 < half < 0.6
+        ),
     }
 
 
 if __name__ == "__main__":
-    start(main, ddp=True)
+    start(main)

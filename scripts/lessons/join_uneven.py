@@ -4,8 +4,6 @@ python scripts/lessons/join_uneven.py
 
 break_rank_zero_collective shows how the same mistake ends in a hang or in a wrong sum.
 
-`scripts/check/check.py` says "unequal batches" where a script of your own gets this wrong.
-
 It prints how the ranks end without Join, with it, and with equal numbers of batches.
 """
 
@@ -13,7 +11,7 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-from _lesson import Outcome, run_ranks, start
+from _lesson import show, start
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -41,24 +39,13 @@ def work(rank: int, world_size: int, case: str) -> tuple[int, list[float]]:
     return steps, model.module.weight.flatten().tolist()
 
 
-def show(case: str, timeout: float = 30.0) -> list[Outcome]:
-    outcomes = run_ranks(work, 2, case, timeout=timeout)
-    print(f"{case}:")
-    for outcome in outcomes:
-        said = outcome.error
-        if outcome.value:
-            steps, weights = outcome.value
-            said = f"{steps} steps, weights {[round(weight, 2) for weight in weights]}"
-        print(f"  rank {outcome.rank}: {said[:170]}")
-    return outcomes
-
-
 def main() -> dict[str, bool]:
     print(f"rank 0 has {BATCHES[0]} batches, rank 1 has {BATCHES[1]}")
-    crash = show("metrics after the epoch")
-    joined = show("Join")
-    mixed = show("Join, and metrics in every step", TIMEOUT)
-    equal = show("equal numbers")
+    told = "{0[0]} steps, weights {0[1]}"
+    crash = show(told, work, "metrics after the epoch")
+    joined = show(told, work, "Join")
+    mixed = show(told, work, "Join, and metrics in every step", timeout=TIMEOUT)
+    equal = show(told, work, "equal numbers")
     return {
         "rank 0's sum of metrics meets a gradient of rank 1, which has another size: both ranks "
         "fail": all(outcome.error for outcome in crash),
@@ -68,12 +55,11 @@ def main() -> dict[str, bool]:
         "Join answers the collectives of DDP only: your own in the loop still fails": all(
             outcome.error for outcome in mixed
         ),
-        "cure: with the same number of batches on all ranks, nothing else is needed": [
-            outcome.value[0] for outcome in equal
-        ]
-        == [min(BATCHES)] * 2,
+        "cure: with the same number of batches on all ranks, nothing else is needed": (
+            [outcome.value[0] for outcome in equal] == [min(BATCHES)] * 2
+        ),
     }
 
 
 if __name__ == "__main__":
-    start(main, ddp=True)
+    start(main)

@@ -9,7 +9,7 @@ It prints the gradient of each share, the joined gradient and the new weight.
 
 import torch
 import torch.nn.functional as F
-from _lesson import run_ranks, start
+from _lesson import start, values
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
@@ -76,11 +76,10 @@ def main() -> dict[str, bool]:
     raw_model = Line()
     dp = step(raw_model, CPUDataParallel(raw_model, 2), DataLoader(DATASET, batch_size=8))
     show("DataParallel", dp)
-    ddp, unequal = ([o.value for o in run_ranks(with_ddp, 2, e)] for e in (True, False))
-    for rank in range(2):
-        show(f"DDP, rank {rank}", ddp[rank])
-    for rank in range(2):
-        show(f"unequal shares, rank {rank}", unequal[rank])
+    ddp, unequal = values(with_ddp, 2, True), values(with_ddp, 2, False)
+    for name, ranks in (("DDP", ddp), ("unequal shares", unequal)):
+        for rank, result in enumerate(ranks):
+            show(f"{name}, rank {rank}", result)
     total = single[1] * len(NUMBERS)
     first = {gradient: adam(gradient) for gradient in (single[1], total)}
     print("Adam's first step:      ", {g: round(length, 4) for g, length in first.items()})
@@ -102,4 +101,4 @@ def main() -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    start(main, ddp=True)
+    start(main)

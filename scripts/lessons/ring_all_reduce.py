@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _lesson import run_ranks, start
+from _lesson import start, values
 from torch import Tensor
 
 WORLD_SIZE = 4
@@ -48,16 +48,12 @@ def work(rank: int, world_size: int) -> dict[str, Any]:
     reference = tensor.clone()
     history, bytes_sent = ring_all_reduce(tensor, rank, world_size)
     dist.all_reduce(reference)
-    return {
-        "history": history,
-        "bytes_sent": bytes_sent,
-        "nbytes": tensor.nbytes,
-        "equal": torch.equal(tensor, reference),
-    }
+    equal = torch.equal(tensor, reference)
+    return {"history": history, "sent": bytes_sent, "nbytes": tensor.nbytes, "equal": equal}
 
 
 def main() -> dict[str, bool]:
-    ranks = [outcome.value for outcome in run_ranks(work, WORLD_SIZE)]
+    ranks = values(work, WORLD_SIZE)
     steps, n = len(ranks[0]["history"]), WORLD_SIZE
     print(f"{n} ranks, {n} chunks each. A chunk's digits: 0101 holds the parts of ranks 0 and 2.")
     print(f"{'':24}" + "".join(f"rank {rank:<16}" for rank in range(n)))
@@ -66,26 +62,22 @@ def main() -> dict[str, bool]:
         columns = [" ".join(f"{chunk:04}" for chunk in rank["history"][step]) for rank in ranks]
         print(f"step {step + 1}  {phase:<16} " + "  ".join(columns))
 
-    nbytes, sent = ranks[0]["nbytes"], ranks[0]["bytes_sent"]
-    print(
-        f"\ntensor: {nbytes:,} bytes; sent by each rank: {[rank['bytes_sent'] for rank in ranks]}"
-    )
+    nbytes, sent = ranks[0]["nbytes"], [rank["sent"] for rank in ranks]
+    print(f"\ntensor: {nbytes:,} bytes; sent by each rank: {sent}")
     print(f"one rank that sums for all would receive and send {2 * (n - 1) * nbytes:,} bytes")
-    after_reduce = [rank["history"][n - 2] for rank in ranks]
+    reduced, before, after = ([rank["history"][i] for rank in ranks] for i in (n - 2, -2, -1))
     return {
         "the result equals that of dist.all_reduce on every rank": all(
             rank["equal"] for rank in ranks
         ),
-        f"after n - 1 = {n - 1} steps each rank has finished a different chunk": sorted(
-            row.index(1111) for row in after_reduce if row.count(1111) == 1
-        )
-        == list(range(n)),
-        f"it takes 2(n - 1) = {2 * (n - 1)} steps, not n = {n}": steps == 2 * (n - 1)
-        and all(row == [1111] * n for rank in ranks for row in rank["history"][-1:])
-        and any(row != [1111] * n for rank in ranks for row in rank["history"][-2:-1]),
+        f"after n - 1 = {n - 1} steps each rank has finished a different chunk": (
+            sorted(row.index(1111) for row in reduced if row.count(1111) == 1) == list(range(n))
+        ),
+        f"it takes 2(n - 1) = {2 * (n - 1)} steps, not n = {n}": (
+            steps == 2 * (n - 1) and after == [[1111] * n] * n != before
+        ),
         f"each rank sends 2(n - 1)/n = {2 * (n - 1) / n} times the data, less than twice for any "
-        "number of ranks": all(rank["bytes_sent"] == 2 * (n - 1) * nbytes // n for rank in ranks)
-        and sent < 2 * nbytes,
+        "number of ranks": sent == [2 * (n - 1) * nbytes // n] * n,
     }
 
 

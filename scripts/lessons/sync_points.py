@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from _lesson import run_ranks, start
+from _lesson import start, values
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -29,15 +29,16 @@ def watch(phase: str, calls: Calls) -> Iterator[None]:
     calls[phase] = dict(Counter(name.removeprefix("c10d::").rstrip("_") for name in names))
 
 
-def work(rank: int, world_size: int, norm: bool) -> tuple[Calls, list[bool]]:
+def work(rank: int, world_size: int, norm: bool) -> tuple[Calls, bool]:
+    """Return the calls of each phase, and whether rank 0's weights replaced those of rank 1."""
     torch.manual_seed(rank)
     layer = nn.Linear(4, 8)
     mine = layer.weight.detach().clone()
     raw_model = nn.Sequential(layer, nn.BatchNorm1d(8) if norm else nn.Tanh(), nn.Linear(8, 2))
-    inputs, calls, facts = torch.randn(6, 4), Calls(), []
+    inputs, calls = torch.randn(6, 4), Calls()
     with watch("DistributedDataParallel(model)", calls):
         model = DistributedDataParallel(raw_model)
-    facts.append(torch.equal(layer.weight, mine) == (rank == 0))
+    is_replaced = torch.equal(layer.weight, mine) == (rank == 0)
     # After the first step DDP rebuilds its buckets, which would add a collective.
     model(inputs).square().mean().backward()
     model(inputs).square().mean().backward()
@@ -51,22 +52,16 @@ def work(rank: int, world_size: int, norm: bool) -> tuple[Calls, list[bool]]:
         for parameter in raw_model.parameters():
             parameter -= 0.1 * parameter.grad  # type: ignore[operator, misc]
 
-    loss = model(inputs).square().mean()
-    with watch("backward in no_sync, forward before it", calls), model.no_sync():
-        loss.backward()
-    with watch("forward and backward in no_sync", calls), model.no_sync():
-        model(inputs).square().mean().backward()
-    model(inputs).square().mean().backward()
     with watch("forward without gradients, after a step", calls), torch.no_grad():
         model(inputs)
     with watch("forward with gradients, after that one", calls):
         model(inputs)
-    return calls, facts
+    return calls, is_replaced
 
 
 def main() -> dict[str, bool]:
-    plain, with_buffers = (run_ranks(work, 2, norm) for norm in (False, True))
-    tables = [outcomes[0].value[0] for outcomes in (plain, with_buffers)]
+    plain, with_buffers = (values(work, 2, norm) for norm in (False, True))
+    tables = [ranks[0][0] for ranks in (plain, with_buffers)]
     print(f"{'':42}{'without buffers':30}with batch normalisation")
     for phase in tables[0]:
         cells = [", ".join(f"{n} {name}" for name, n in t[phase].items()) or "-" for t in tables]
@@ -76,7 +71,7 @@ def main() -> dict[str, bool]:
         "the constructor compares the models (allgather) and broadcasts rank 0's weights, which "
         "replace the other ranks' own": without["DistributedDataParallel(model)"].keys()
         == {"allgather", "broadcast"}
-        and all(outcome.value[1] == [True] for outcome in (*plain, *with_buffers)),
+        and all(is_replaced for _, is_replaced in (*plain, *with_buffers)),
         "backward all-reduces the gradients": without["backward"] == {"allreduce": 1},
         "the optimizer's step does not communicate": not without["the optimizer's step"],
         "forward broadcasts buffers, if there are any, and nothing else": not without["forward"]
@@ -87,12 +82,8 @@ def main() -> dict[str, bool]:
         ].keys()
         == {"broadcast"}
         and not norm["forward with gradients, after that one"],
-        "no_sync around backward alone changes nothing": "allreduce"
-        in without["backward in no_sync, forward before it"],
-        "around forward and backward it switches the all-reduce off": "allreduce"
-        not in without["forward and backward in no_sync"],
     }
 
 
 if __name__ == "__main__":
-    start(main, ddp=True)
+    start(main)

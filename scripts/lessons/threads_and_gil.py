@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _lesson import run_ranks, start
+from _lesson import start, values
 
 PAUSE = 0.005  # seconds between two ticks
 
@@ -51,9 +51,8 @@ def ticks_during(call: Callable[[], None]) -> int:
     call()
     end = time.perf_counter()
     done.set()
-    return sum(
-        begin < moment < end - 4 * PAUSE for moment in ticks
-    )  # it releases the GIL at its end
+    # The call releases the GIL at its end.
+    return sum(begin < moment < end - 4 * PAUSE for moment in ticks)
 
 
 def ticks_beside(rank: int, world_size: int) -> int:
@@ -82,7 +81,7 @@ def main() -> dict[str, bool]:
     # A free-threaded build (python3.13t and later) may have none; older versions always have one.
     gil = getattr(sys, "_is_gil_enabled", lambda: True)()
     in_python, in_torch = ticks_during(python_call), ticks_during(torch_call)
-    in_process, cores = run_ranks(ticks_beside, 2)[1].value, cores_used_by_two_threads()
+    in_process, cores = values(ticks_beside, 2)[1], cores_used_by_two_threads()
     print(f"Python {sys.version.split()[0]}, GIL {'on' if gil else 'off'}; this thread ran, times")
     print(f"  while another thread was in sum(range(...))  {in_python:5}")
     print(f"  while another thread was in a torch product  {in_torch:5}")
