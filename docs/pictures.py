@@ -1,6 +1,7 @@
 """Draw the pictures of these pages that show measurements, and measure first.
 
 python docs/pictures.py how_ddp_works.svg
+python docs/pictures.py step_timeline.svg        # wants a quiet machine, as the next ones do
 python docs/pictures.py sending_gradients.svg    # wants root and iproute2: a link of 1 Gb/s
 python docs/pictures.py memory_of_a_step.svg     # wants two GPUs
 python docs/pictures.py faster.svg               # wants root and iproute2: links of 0.03 to 1 Gb/s
@@ -12,8 +13,10 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import ExitStack
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -41,50 +44,40 @@ PORT, ADDRESSES = 29533, ("10.77.0.1", "10.77.0.2")
 
 
 class Picture:
-    """An SVG file. Each call of ``row`` begins a new line of it."""
+    """An SVG file of 900 pixels' width."""
 
-    def __init__(self, width: int, height: int, title: str, description: str) -> None:
-        self.size = f'viewBox="0 0 {width} {height}" width="{width}"'
-        self.head = f"<title>{escape(title)}</title><desc>{escape(description)}</desc>"
-        self.rows: list[str] = []
+    def __init__(self, height: int, title: str, description: str) -> None:
+        self.size = f'viewBox="0 0 900 {height}" width="900"'
+        self.shapes = [f"<title>{escape(title)}</title><desc>{escape(description)}</desc>"]
 
-    def row(self) -> None:
-        self.rows.append("")
-
-    def rect(self, x: float, y: float, width: float, height: float, fill: str = "") -> None:
+    def box(
+        self, x: float, y: float, width: float, fill: str, words: str = "", height: int = 20
+    ) -> None:
+        """Draw a box, with words if they fit. Without a colour it is a frame."""
+        place = f'x="{x:.1f}" y="{y:.1f}" width="{max(1, width):.1f}" height="{height}"'
         look = f'fill="{fill}"' if fill else 'class="frame"'
-        place = f'x="{x:.1f}" y="{y:.1f}" width="{max(1, width):.1f}" height="{height:.1f}"'
-        self.rows[-1] += f"<rect {place} {look}/>"
-
-    def text(self, x: float, y: float, words: str, look: str = "note", anchor: str = "") -> None:
-        anchor = f' text-anchor="{anchor}"' if anchor else ""
-        self.rows[-1] += (
-            f'<text x="{x:.1f}" y="{y:.1f}" class="{look}"{anchor}>{escape(words)}</text>'
-        )
-
-    def box(self, x: float, y: float, width: float, fill: str, words: str) -> None:
-        self.rect(x, y, width, 20, fill)
-        if 6 * len(words) < width:
+        self.shapes.append(f"<rect {place} {look}/>")
+        if words and 6 * len(words) < width:
             self.text(x + width / 2, y + 14, words, "inside", "middle")
 
-    def line(self, points: list[tuple[float, float]], stroke: str = "", dash: str = "") -> None:
-        look = f' style="stroke: {stroke}; stroke-width: 2"' if stroke else ""
-        look += f' stroke-dasharray="{dash}"' if dash else ""
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        self.rows[-1] += f'<polyline points="{path}"{look}/>'
+    def text(self, x: float, y: float, words: str, look: str = "note", at: str = "start") -> None:
+        place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{at}"'
+        self.shapes.append(f'<text {place} class="{look}">{escape(words)}</text>')
 
-    def legend(self, x: float, names: dict[str, str], step: float) -> None:
-        self.row()
+    def line(self, *points: tuple[float, float], stroke: str = "", dash: str = "") -> None:
+        look = f' style="stroke: {stroke}; stroke-width: 2"' if stroke else ""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self.shapes.append(f'<polyline points="{path}" stroke-dasharray="{dash}"{look}/>')
+
+    def legend(self, names: dict[str, str], step: int) -> None:
         for i, (words, fill) in enumerate(names.items()):
-            self.rect(x + i * step, 6, 12, 12, fill)
-            self.text(x + i * step + 17, 16, words)
+            self.box(60 + i * step, 6, 12, fill, height=12)
+            self.text(77 + i * step, 16, words)
 
     def save(self, name: str) -> None:
-        body = "\n".join(self.rows)
-        (DOCS / name).write_text(
-            f'<svg xmlns="http://www.w3.org/2000/svg" {self.size} role="img">\n{self.head}\n'
-            f"<style>{STYLE}</style>\n{body}\n</svg>\n"
-        )
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" {self.size} role="img">'
+        shapes = "".join(self.shapes)
+        (DOCS / name).write_text(f"{head}\n<style>{STYLE}</style>\n{shapes}\n</svg>\n")
 
 
 def run_over_link(rate: str, *command: str) -> str:
@@ -125,52 +118,83 @@ def run_over_link(rate: str, *command: str) -> str:
 
 def draw_how_ddp_works(name: str) -> None:
     import bucket_overlap
-    from _lesson import context, run_ranks
+    from _lesson import context, values
 
     context.set_forkserver_preload(["torch._dynamo"])
-    events, sizes = run_ranks(bucket_overlap.work, 2, {"bucket_cap_mb": 2.0})[0].value[1]
+    events, sizes = values(bucket_overlap.work, 2, {"bucket_cap_mb": 2.0})[0][1]
+    buckets: list[list[str]] = [[]]  # the layers of each
+    for event in events:
+        if event.startswith("layer"):
+            buckets[-1].append(event)
+        else:
+            buckets.append([])
     picture = Picture(
-        *(900, 250, "How DDP sends gradients during the backward"),
+        *(250, "How DDP sends gradients during the backward"),
         "A model of three layers. A hook on each parameter counts the bucket's ready gradients. "
         "A full bucket goes to the process group, which averages it beside the backward.",
     )
-    left, width = 150, 150
-    rows = {"backward": 24, "hook of the weight": 66, "DDP's reducer": 108, "process group": 150}
-    rows["thread or stream"] = 192
-    picture.row()
-    for words, y in rows.items():
-        picture.text(left - 12, y + 14, words, "title", "end")
-    layers = [event for event in events if event.startswith("layer")]
-    sends = [i for i, event in enumerate(events) if event.startswith("send")]
-    members = [sum(e.startswith("layer") for e in events[: i + 1]) for i in sends]
-    members = [count - before for count, before in zip(members, [0, *members], strict=False)]
-    bucket, ready, x, end = 0, 0, float(left), 0.0
-    for layer in layers:
-        picture.row()
-        ready += 1
-        picture.box(x, rows["backward"], width - 6, ORANGE, f"gradient of {layer}")
-        words = f"bucket {bucket}: {ready} of {members[bucket]} ready"
-        picture.box(x + width - 40, rows["hook of the weight"], 60, GREY, "called")
-        picture.box(x + width - 40, rows["DDP's reducer"], width - 6, GREY, words)
-        picture.line([(x + width - 10, 44), (x + width - 10, 66)])
-        picture.line([(x + width - 10, 86), (x + width - 10, 108)])
-        if ready == members[bucket]:
-            picture.line([(x + width - 10, 128), (x + width - 10, 150)])
-            words = f"all_reduce, {sizes[bucket] / 1e6:.2f} MB"
-            picture.box(x + width - 40, rows["process group"], width - 6, RED, words)
-            picture.line([(x + width - 10, 170), (x + width - 10, 192)])
-            begin, length = max(end, x + width - 40), 0.95 * width * members[bucket] / max(members)
-            picture.box(begin, rows["thread or stream"], length, RED, f"bucket {bucket}")
-            end = begin + length + 6
-            bucket, ready = bucket + 1, 0
-        x += width
-    picture.row()
-    picture.box(x, rows["backward"], end - x, "", "waits")
-    picture.box(end + 8, rows["backward"], 110, GREEN, "optimizer.step()")
-    picture.line([(end, rows["thread or stream"]), (end, 44)], dash="3 3")
-    picture.text(
-        left, 236, "Time goes from left to right. While bucket 0 is sent, the backward goes on."
+    rows = ("backward", "hook of the weight", "DDP's reducer", "process group", "thread or stream")
+    tops = [24 + 42 * i for i in range(len(rows))]
+    for words, y in zip(rows, tops, strict=True):
+        picture.text(138, y + 14, words, "title", "end")
+    width, x, end = 150, 150.0, 0.0
+    for number, (layers, size) in enumerate(zip(buckets, sizes, strict=False)):
+        for ready, layer in enumerate(layers, start=1):
+            words = f"bucket {number}: {ready} of {len(layers)} ready"
+            picture.box(x, tops[0], width - 6, ORANGE, f"gradient of {layer}")
+            picture.box(x + width - 40, tops[1], 60, GREY, "called")
+            picture.box(x + width - 40, tops[2], width - 6, GREY, words)
+            arrows = tops[:-1] if ready == len(layers) else tops[:2]
+            for y in arrows:
+                picture.line((x + width - 10, y + 20), (x + width - 10, y + 42))
+            x += width
+        picture.box(x - 40, tops[3], width - 6, RED, f"all_reduce, {size / 1e6:.2f} MB")
+        begin, length = max(end, x - 40), 0.95 * width * len(layers) / max(map(len, buckets))
+        picture.box(begin, tops[4], length, RED, f"bucket {number}")
+        end = begin + length + 6
+    picture.box(x, tops[0], end - x, "", "waits")
+    picture.box(end + 8, tops[0], 110, GREEN, "optimizer.step()")
+    picture.line((end, tops[4]), (end, 44), dash="3 3")
+    words = "Time goes from left to right. While bucket 0 is sent, the backward goes on."
+    picture.text(150, 236, words)
+    picture.save(name)
+
+
+# One step of each script
+
+
+def draw_step_timeline(name: str) -> None:
+    import trace as tool
+
+    flags = {"train_single.py": ["64"], "train_dp.py": ["32", "--replicas", "2"]}
+    flags["train_ddp.py"] = ["32", "--nprocs", "2"]
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        where = ["--dataset", "synthetic", "--data-dir", f"{folder}/data", "--no-tensorboard"]
+        for script, more in flags.items():
+            command = [sys.executable, str(DOCS.parent / script), *where, "--model", "basic"]
+            command += ["--max-steps", "20", "--profile", "--run-dir", f"{folder}/{script}"]
+            subprocess.run([*command, "--batch-size", *more], check=True)
+            found[script] = tool.read_trace(Path(folder, script, "profile", "rank0.json.gz"))
+    steps = {script: [min(t.steps, key=lambda s: s[1] - s[0])] for script, t in found.items()}
+    scale = 740 / max(map(tool.length, steps.values()))
+    picture = Picture(
+        *(260, "One optimizer step of the three scripts, to one scale"),
+        "The network basic, 64 images in all, two cores. The fastest of ten steps, of rank 0.",
     )
+    colours = {"data": GREY, "forward": BLUE, "backward": ORANGE, "optimizer": GREEN}
+    picture.legend(colours | {"copies, collectives, waiting for them": RED}, 110)
+    for i, (script, trace) in enumerate(found.items()):
+        y, step = 46 + 72 * i, steps[script]
+        picture.text(140, y, f"{script}, {tool.length(step) / 1e3:.1f} ms", "title")
+        rows = [(y + 6, colours[phase], phase, spans) for phase, spans in trace.busy.items()]
+        rows += [(y + 28, RED, part, spans) for part, spans in trace.parts.items()]
+        picture.text(128, y + 20, "computes", "note", "end")
+        picture.text(128, y + 42, "sends or waits", "note", "end")
+        for top, fill, words, spans in rows:
+            for begin, end in tool.intersect(tool.union(spans), step):
+                x = 140 + scale * (begin - step[0][0])
+                picture.box(x, top, scale * (end - begin), fill, words)
     picture.save(name)
 
 
@@ -184,6 +208,7 @@ def send_three_ways() -> None:
     images, labels = torch.randn(64, 1, 28, 28), torch.randint(10, (64,))
     sends: list[tuple[float, float, int]] = []
     computed: list[float] = []  # when the loss was there, and then each gradient
+    pending: list[Any] = []
 
     def send(values: Tensor) -> torch.futures.Future[Tensor]:
         """Start an all-reduce, and note when it begins and ends."""
@@ -196,33 +221,22 @@ def send_three_ways() -> None:
 
         return future.then(ended)
 
-    def build(way: str) -> tuple[nn.Module, Any]:
+    def build(way: str) -> nn.Module:
         raw_model = models.build_model("resnet18")
         for p in raw_model.parameters():
             p.register_hook(lambda gradient: computed.append(time.perf_counter()))
-        parameters, pending = list(raw_model.parameters()), list[Any]()
-
-        def wait() -> None:
-            while pending:
-                pending.pop().wait()
-
-        def send_all() -> None:
-            send(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])).wait()
-
-        if way == "buckets":
-            model = DistributedDataParallel(raw_model)
-            model.register_comm_hook(None, lambda state, bucket: send(bucket.buffer()))
-            return model, lambda: None
-        if way == "each":
-            for p in parameters:
+            if way == "each":
                 p.register_post_accumulate_grad_hook(lambda p: pending.append(send(p.grad)))
-            return raw_model, wait
-        return raw_model, send_all
+        if way != "buckets":
+            return raw_model
+        model = DistributedDataParallel(raw_model)
+        model.register_comm_hook(None, lambda state, bucket: send(bucket.buffer()))
+        return model
 
     ways = {way: build(way) for way in ("after", "each", "buckets")}
     found: dict[str, list[Any]] = {way: [] for way in ways}
     for _ in range(30):
-        for way, (model, finish) in ways.items():
+        for way, model in ways.items():
             model.zero_grad()
             sends.clear()
             computed.clear()
@@ -231,7 +245,11 @@ def send_three_ways() -> None:
             loss = F.cross_entropy(model(images), labels)
             computed.append(time.perf_counter())
             loss.backward()
-            finish()
+            if way == "after":
+                gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+                send(torch.cat(gradients)).wait()
+            while pending:
+                pending.pop().wait()
             end = time.perf_counter()
             moved = [(a - begin, b - begin, size) for a, b, size in sends]
             found[way].append([end - begin, computed[0] - begin, computed[-1] - begin, moved])
@@ -242,48 +260,34 @@ def send_three_ways() -> None:
     dist.destroy_process_group()
 
 
-def hidden(sends: list[list[float]], done: float) -> tuple[float, float]:
-    """Return the seconds in which something is sent, and those before the backward ends."""
-    total = before = reach = 0.0
-    for begin, end, _ in sorted(sends):
-        begin = max(begin, reach)
-        if end > begin:
-            total += end - begin
-            before += max(0.0, min(end, done) - begin)
-            reach = end
-    return total, before
-
-
 def draw_sending_gradients(name: str) -> None:
-    told = run_over_link("1gbit", __file__, "rank")
-    found = json.loads(told.splitlines()[-1])
+    from trace import intersect, length, union
+
+    found = json.loads(run_over_link("1gbit", __file__, "rank").splitlines()[-1])
     titles = {
         "after": "all gradients after the backward",
         "each": "each gradient from its hook",
         "buckets": "buckets from their hooks: DDP",
     }
     picture = Picture(
-        *(900, 246, "One step of two ranks, with three ways to send the gradients"),
+        *(246, "One step of two ranks, with three ways to send the gradients"),
         "ResNet-18, 64 images on each of two ranks, a CPU core each, a link of 1 Gb/s.",
     )
-    names = {"forward": BLUE, "backward": ORANGE, "all-reduce": RED}
-    picture.legend(60, names, 100)
+    picture.legend({"forward": BLUE, "backward": ORANGE, "all-reduce": RED}, 100)
     scale = 820 / max(step[0] for step in found.values())
     for i, (way, (end, computed, done, sends)) in enumerate(found.items()):
-        y = 36 + 68 * i
-        total, before = hidden(sends, done)
+        y, busy = 36 + 68 * i, union([(begin, stop) for begin, stop, _ in sends])
         calls, size = len(sends), sum(send[2] for send in sends) / 1e6
-        picture.row()
         words = f"{titles[way]}: {calls} call{'s' * (calls > 1)}, {size:.1f} MB"
-        told = f"step {1e3 * end:.0f} ms; sending {1e3 * total:.0f} ms, {before / total:.0%} hidden"
+        hidden = length(intersect(busy, [(0.0, done)])) / length(busy)
+        told = f"step {1e3 * end:.0f} ms; sending {1e3 * length(busy):.0f} ms, {hidden:.0%} hidden"
         picture.text(60, y, words, "title")
         picture.text(880, y, told, "note", "end")
         picture.box(60, y + 6, scale * computed, BLUE, "forward")
         picture.box(60 + scale * computed, y + 6, scale * (done - computed), ORANGE, "backward")
         picture.box(60 + scale * done, y + 6, scale * (end - done), "", "waits")
         for begin, stop, _ in sends:
-            picture.rect(60 + scale * begin, y + 28, scale * (stop - begin), 14, RED)
-    picture.row()
+            picture.box(60 + scale * begin, y + 28, scale * (stop - begin), RED, height=14)
     for tick in range(0, int(1e3 * 820 / scale) + 1, 200):
         picture.text(60 + scale * tick / 1e3, 240, f"{tick} ms", "note", "middle")
     picture.save(name)
@@ -292,8 +296,8 @@ def draw_sending_gradients(name: str) -> None:
 # Memory over a step
 
 
-def bytes_over_a_step(technique: str) -> tuple[list[list[list[float]]], list[list[int]]]:
-    """Return for each device its MB after each change in a step, and where its phases end."""
+def bytes_over_a_step(technique: str) -> list[list[list[float]]]:
+    """Return for each device, for each phase of a step, its MB after each change."""
     raw_model = models.build_model("resnet18").to("cuda:0")
     model: nn.Module = nn.DataParallel(raw_model, [0, 1])
     if technique == "ddp":
@@ -306,85 +310,71 @@ def bytes_over_a_step(technique: str) -> tuple[list[list[list[float]]], list[lis
     def history() -> list[list[dict[str, Any]]]:
         return torch.cuda.memory._snapshot()["device_traces"][:2]
 
-    def end_phase(is_last: bool) -> None:
-        if is_last:
-            ends.append([len(events) for events in history()])
+    def end_phase() -> None:
+        ends.append([len(events) for events in history()])
 
     for step in range(4):
         images, labels = torch.randn(batch, 1, 28, 28), torch.randint(10, (batch,))
-        is_last = step == 3
-        if is_last:
+        if step == 3:
+            ends.clear()
             at_first = [torch.cuda.memory_allocated(device) for device in range(2)]
             record(max_entries=10**6, context=None)
         images, labels = images.to("cuda:0"), labels.to("cuda:0")
         outputs = model(images)
         loss = F.cross_entropy(outputs, labels)
         del outputs
-        end_phase(is_last)
+        end_phase()
         loss.backward()
-        end_phase(is_last)
+        end_phase()
         optimizer.step()
         optimizer.zero_grad()
         del images, labels, loss
-        end_phase(is_last)
+        end_phase()
     curves = []
     for device, events in enumerate(history()):
-        now, curve = at_first[device], []
-        for event in events:
-            sign = {"alloc": 1, "free_completed": -1}.get(event["action"], 0)
-            now += sign * event["size"]
-            curve.append(now / 1e6)
-        curves.append([[at_first[device] / 1e6], curve])
+        signs = [{"alloc": 1, "free_completed": -1}.get(e["action"], 0) for e in events]
+        sizes = [sign * event["size"] for sign, event in zip(signs, events, strict=True)]
+        after = [mb / 1e6 for mb in accumulate(sizes, initial=at_first[device])]
+        cuts = [0, *(phase[device] for phase in ends)]
+        curves.append([after[begin : end + 1] for begin, end in pairwise(cuts)])
     record(enabled=None)
-    return curves, ends
+    return curves
 
 
 def draw_memory_of_a_step(name: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    first, second = bytes_over_a_step("dp")
+    curves = {"DP, first device": first, "DP, second device": second}
+    curves["DDP, each device"] = bytes_over_a_step("ddp")[0]
+    dist.destroy_process_group()
     picture = Picture(
-        *(900, 330, "Memory over one step: the two devices of DP, and a device of DDP"),
+        *(330, "Memory over one step: the two devices of DP, and a device of DDP"),
         "ResNet-18, 64 images on each device, SGD with momentum. What torch's allocator counts.",
     )
-    left, widths = 60, (260, 380, 140)
-    lines = {}
-    for technique, devices in (
-        ("dp", {0: "DP, first device", 1: "DP, second device"}),
-        ("ddp", {0: "DDP, each device"}),
-    ):
-        curves, ends = bytes_over_a_step(technique)
-        for device, words in devices.items():
-            (first,), curve = curves[device]
-            points, begin, x = [(float(left), first)], 0, float(left)
-            for width, phase in zip(widths, ends, strict=True):
-                part = curve[begin : phase[device]]
-                points += [(x + width * (i + 1) / len(part), mb) for i, mb in enumerate(part)]
-                begin, x = phase[device], x + width
-            lines[words] = points
-    top = 20 * math.ceil(max(mb for points in lines.values() for _, mb in points) / 20)
-    picture.legend(left, dict(zip(lines, (ORANGE, GREY, BLUE), strict=True)), 210)
-    picture.row()
-    for tick in range(0, top + 1, 40):
+    colours = dict(zip(curves, (ORANGE, GREY, BLUE), strict=True))
+    picture.legend(colours, 210)
+    phases = {"forward and loss": (60, 320), "backward": (320, 700), "optimizer": (700, 840)}
+    top = max(max(map(max, phases)) for phases in curves.values())
+    for tick in range(0, int(top) + 40, 40):
         y = 300 - 250 * tick / top
-        picture.line([(left, y), (left + sum(widths), y)], dash="1 3")
-        picture.text(left - 8, y + 4, f"{tick} MB", "note", "end")
-    x = float(left)
-    for width, words in zip(widths, ("forward and loss", "backward", "optimizer"), strict=True):
-        picture.text(x + width / 2, 322, words, "title", "middle")
-        picture.line([(x + width, 40), (x + width, 300)])
-        x += width
-    for (words, points), stroke in zip(lines.items(), (ORANGE, GREY, BLUE), strict=True):
-        picture.row()
-        kept = points[:1]  # the points between which a line bends
-        for point, after in zip(points[1:], [*points[2:], None], strict=True):
-            if after is None or abs(point[1] - kept[-1][1]) > 1 or point[0] - kept[-1][0] > 20:
-                kept.append(point)
-        picture.line([(x, 300 - 250 * mb / top) for x, mb in kept], stroke)
-        peak = max(mb for _, mb in points)
-        print(f"{words}: {points[0][1]:.0f} MB between steps, {peak:.0f} MB at most")
+        picture.line((60, y), (840, y), dash="1 3")
+        picture.text(52, y + 4, f"{tick} MB", "note", "end")
+    for words, (begin, end) in phases.items():
+        picture.text((begin + end) / 2, 322, words, "title", "middle")
+        picture.line((end, 40), (end, 300))
+    for words, parts in curves.items():
+        points: list[tuple[float, float]] = []
+        for (begin, end), part in zip(phases.values(), parts, strict=True):
+            for i, mb in enumerate(part):
+                x, y = begin + (end - begin) * i / max(1, len(part) - 1), 300 - 250 * mb / top
+                is_bend = not points or abs(y - points[-1][1]) > 1 or x - points[-1][0] > 20
+                points += [(x, y)] * (is_bend or i == len(part) - 1)
+        picture.line(*points, stroke=colours[words])
+        peak = max(map(max, parts))
+        print(f"{words}: {parts[0][0]:.0f} MB between steps, {peak:.0f} MB at most")
     picture.save(name)
-    dist.destroy_process_group()
 
 
 # Will it get faster
@@ -410,41 +400,34 @@ def draw_faster(name: str) -> None:
         "a billion parameters on an A100": (GREEN, even_step(0.788, 4e9)),
     }
     picture = Picture(
-        *(900, 330, "Efficiency of DDP on two devices, by the bandwidth between them"),
+        *(330, "Efficiency of DDP on two devices, by the bandwidth between them"),
         "Lines are predicted. Dots are measured over a limited link.",
     )
     names = {"basic on a core: predicted": ORANGE, "measured": RED}
-    picture.legend(60, names | {words: case[0] for words, case in cases.items()}, 200)
-    low, high, left, width = -3.0, 3.0, 60, 800
+    picture.legend(names | {words: case[0] for words, case in cases.items()}, 200)
 
     def place(bandwidth: float, share: float) -> tuple[float, float]:
-        return left + width * (math.log10(bandwidth / 1e9) - low) / (high - low), 280 - 240 * share
+        return 60 + 800 * (math.log10(bandwidth) - 6) / 6, 280 - 240 * share
 
-    picture.row()
     for share in (0, 0.25, 0.5, 0.75, 1):
-        picture.line([place(1e6, share), place(1e12, share)], dash="" if share == 0.5 else "1 3")
-        picture.text(left - 8, 284 - 240 * share, f"{share:.0%}", "note", "end")
-    picture.text(
-        left + width, 275 - 120, "below this line two devices are slower than one", "note", "end"
-    )
+        picture.line(place(1e6, share), place(1e12, share), dash="" if share == 0.5 else "1 3")
+        picture.text(52, 284 - 240 * share, f"{share:.0%}", "note", "end")
+    picture.text(860, 155, "below this line two devices are slower than one", "note", "end")
     links = {"1 Gb/s": 0.125, "10 Gb/s": 1.25, "100 Gb/s": 12.5, "400 Gb/s": 50, "NVLink 4": 450}
     for words, bandwidth in links.items():
         x, _ = place(bandwidth * 1e9, 0)
-        picture.line([(x, 280), (x, 286)])
+        picture.line((x, 280), (x, 286))
         picture.text(x, 300, words, "note", "middle")
     for tick in (0.001, 0.01, 0.1, 1, 10, 100, 1000):
         picture.text(place(tick * 1e9, 0)[0], 320, f"{tick:g} GB/s", "note", "middle")
+    speeds = [10 ** (6 + i / 10) for i in range(61)]
     for stroke, step in cases.values():
-        picture.row()
-        alone = step.other + step.backward
-        speeds = [10 ** (6 + i / 10) for i in range(61)]
-        points = [(b, alone / step.ddp(2, Link(10e-6, b))) for b in speeds]
-        picture.line([place(*point) for point in points], stroke)
-    picture.row()
-    picture.line([place(*point) for point in predicted], ORANGE)
+        shares = [(step.other + step.backward) / step.ddp(2, Link(10e-6, b)) for b in speeds]
+        picture.line(*map(place, speeds, shares), stroke=stroke)
+    picture.line(*(place(*point) for point in predicted), stroke=ORANGE)
     for points, fill in ((predicted, ORANGE), (measured, RED)):
         for x, y in (place(*point) for point in points):
-            picture.rect(x - 4, y - 4, 8, 8, fill)
+            picture.box(x - 4, y - 4, 8, fill, height=8)
     picture.save(name)
 
 
