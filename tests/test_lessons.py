@@ -44,7 +44,7 @@ def test_a_lesson_shows_what_it_claims(name):
         assert any(re.search(each, finished.text) for each in patterns), (quoted, finished.text)
     rows = (ROOT / "scripts/check/findings.txt").read_text().splitlines()[1:]
     for _, finding, lesson, _ in ([*map(str.strip, row.split("|"))] for row in rows):
-        assert lesson != name or f'"{finding}"' in finished.stdout, finding
+        assert lesson != name or f"'{finding}'" in finished.stdout, finding
 
 
 def test_a_lesson_that_breaks_something_asks_first():

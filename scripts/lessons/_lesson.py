@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 # Seconds. A lesson takes five to fifteen. On a busy machine it takes longer, and none may hang.
 TIME_LIMIT = 120.0
 ROOT = Path(__file__).parents[2]
+FINDINGS = ROOT / "scripts/check/findings.txt"
 sys.path.insert(0, str(ROOT))  # for lessons that import the project's modules
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the ranks inherit it: no C++ stacks
 # Ranks are forks of a server that has imported torch already, so they start in milliseconds.
@@ -49,17 +50,14 @@ def start(main: Callable[[], dict[str, bool]], ask: str = "") -> None:
         ask: what a reader may guess before a lesson makes its mistake.
     """
     lesson = sys.modules["__main__"]
-    parser = argparse.ArgumentParser(
-        description=lesson.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    if ask:
-        parser.add_argument("--predict", action="store_true", help="guess first")
-    args = parser.parse_args(namespace=argparse.Namespace(predict=False))
+    parser = argparse.ArgumentParser(description=lesson.__doc__)
+    parser.add_argument("--predict", action="store_true", help="guess first, in a break_ lesson")
+    args = parser.parse_args()
     # DDP's constructor imports torch._dynamo, which takes seconds: once here, not in every rank.
     wraps = hasattr(lesson, "DistributedDataParallel")
     context.set_forkserver_preload(["torch._dynamo" if wraps else "torch"])
     try:
-        guess = input(f"{ask}\nYour guess, then Enter: ") if args.predict else ""
+        guess = input(f"{ask}\nYour guess, then Enter: ") if args.predict and ask else ""
         _setup_process()
         claims = main()
     except (KeyboardInterrupt, EOFError):
@@ -67,19 +65,14 @@ def start(main: Callable[[], dict[str, bool]], ask: str = "") -> None:
     print()
     for claim, shown in claims.items():
         print(f"{'shown' if shown else 'NOT SHOWN'}: {claim}")
-    if findings := _findings(Path(str(lesson.__file__)).stem):
-        told = " or ".join(f'"{finding}"' for finding in findings)
-        print(f"scripts/check/check.py says {told} where a script of your own gets this wrong.")
+    # level | finding | lesson | what to do
+    rows = (line.split(" | ") for line in FINDINGS.read_text().splitlines())
+    if found := [row[1] for row in rows if row[2:3] == [Path(str(lesson.__file__)).stem]]:
+        print(f"scripts/check/check.py says {found} where a script of your own gets this wrong.")
     if guess:
         print(f"\nyour guess was: {guess}")
     faulthandler.cancel_dump_traceback_later()
     sys.exit(0 if claims and all(claims.values()) else 1)
-
-
-def _findings(lesson: str) -> list[str]:
-    lines = (ROOT / "scripts/check/findings.txt").read_text().splitlines()
-    cells = [[cell.strip() for cell in line.split("|")] for line in lines]
-    return [row[1] for row in cells if row[2:3] == [lesson]]
 
 
 def first_line(error: BaseException) -> str:
@@ -160,17 +153,15 @@ def _meet(store: dist.Store, place: str, rank: int, world_size: int) -> None:
 def _rank(pipe: Any, folder: str, timeout: float | None, work: Any, *args: Any) -> None:
     _setup_process()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all: a rank ends silently
-    rank, world_size = args[:2]
-    store = dist.FileStore(f"{folder}/store", world_size)
+    rank, size = args[:2]
+    store = dist.FileStore(f"{folder}/store", size)
     # A lesson may set a short timeout, which must not include the time to start up.
-    _meet(store, "started", rank, world_size)
+    _meet(store, "started", rank, size)
     if timeout is not None:
         limit = timedelta(seconds=timeout)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world_size, timeout=limit
-        )
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
         # A rank with little work must not leave before the others have their connections.
-        _meet(store, "connected", rank, world_size)
+        _meet(store, "connected", rank, size)
     try:
         outcome = Outcome(rank, work(*args))
     except Exception as error:
