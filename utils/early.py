@@ -20,8 +20,8 @@ import signal
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-# A compromise, measured on two cores. Beside other training processes it is 1.6 to 2.3 times as
-# fast as libgomp's default. Alone it is 1 to 5 % slower. The table is in docs/tools.md.
+# A compromise, measured on two cores. Beside other training processes it is 1.6 to 2.5 times as
+# fast as libgomp's default. Alone it is 2 to 5 % slower. The table is in docs/tools.md.
 SPINS = "10000"
 if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
     os.environ["GOMP_SPINCOUNT"] = SPINS
