@@ -9,7 +9,7 @@ import functools
 import random
 import signal
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ from utils.errors import UsageError
 EVAL_BATCH_SIZE = 500  # fits a CPU's cache; the result does not depend on it
 COMPARED_SAMPLES = 32  # of each set, between ranks, since each may take a file to be read
 ROOM_ON_DEVICE = 10  # times the size of a set has to be free on a GPU that keeps it unasked
-BATCH_TIMEOUT = 300.0  # seconds until a worker hangs, before other ranks give up (--timeout)
+BATCH_TIMEOUT = 15.0  # seconds that a loader waits for a batch before it looks for a stop signal
 
 
 class ImageSet(TensorDataset):
@@ -46,16 +46,13 @@ class ImageSet(TensorDataset):
     If a data set has ``__getitems__``, ``DataLoader`` calls it with the indices of a whole batch.
     That is one indexing operation instead of a Python call for each image.
 
-    Raises:
-        DataError: not two tensors of one length.
+    Args:
+        images, labels: tensors, or what ``torch.as_tensor`` takes, of one length.
     """
 
-    def __init__(self, images: Tensor, labels: Tensor) -> None:
-        kinds = [f"{type(part).__name__} [{len(part)}]" for part in (images, labels)]
-        if kinds != [f"Tensor [{len(images)}]"] * 2:
-            raise DataError(f"images and labels are {' and '.join(kinds)}: make both tensors [N]")
-        super().__init__(images, labels)
-        self.images, self.labels = images, labels
+    def __init__(self, images: Any, labels: Any) -> None:
+        super().__init__(torch.as_tensor(images), torch.as_tensor(labels))
+        self.images, self.labels = self.tensors
 
     def to(self, device: torch.device) -> "ImageSet":
         """Return the whole set on ``device``."""
@@ -186,6 +183,24 @@ def loader_options(dataset: Any, num_workers: int, device: torch.device) -> dict
         # Only pinned memory can be copied to a GPU while the host goes on.
         "pin_memory": on_host and device.type == "cuda",
     }
+
+
+def batches(loader: Iterable[Any]) -> Iterator[Any]:
+    """Yield the batches of a loader, however long one takes.
+
+    Raises:
+        Stopped: a stop signal came, and no batch for ``BATCH_TIMEOUT`` seconds.
+    """
+    iterator = iter(loader)
+    while True:
+        try:
+            yield next(iterator)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader timed out"):
+                raise
+            signals.check()
 
 
 def fingerprint(dataset: ImageSet | SampleSet) -> str:

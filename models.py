@@ -82,9 +82,7 @@ def resnet18() -> nn.Module:
     try:
         from torchvision.models import resnet18 as build
     except (ImportError, RuntimeError) as error:  # RuntimeError: built for another torch
-        raise UsageError(
-            f"--model resnet18 needs the torchvision that belongs to this torch ({describe(error)})"
-        ) from error
+        raise UsageError(f"--model resnet18 needs torchvision ({describe(error)})") from error
     model = build(num_classes=10)
     model.conv1 = nn.Conv2d(1, 64, kernel_size=7, stride=2, padding=3, bias=False)
     return model

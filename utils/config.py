@@ -48,9 +48,9 @@ def number(kind: Callable[[str], Any], low: float = 0, high: float = LARGE) -> C
 
 def device_ids(text: str) -> list[int]:
     """Parse ``0,3`` into different logical device ids."""
-    parts = text.split(",")
-    if all(map(str.isdecimal, parts)) and len(set(parts)) == len(parts):
-        return [int(part) for part in parts]
+    ids = [int(part) for part in text.split(",") if part.isdecimal()]
+    if len(set(ids)) == text.count(",") + 1:
+        return ids
     raise argparse.ArgumentTypeError(f"{text!r} is not a list of different device ids such as 0,3")
 
 
@@ -172,8 +172,6 @@ def find_conflict(args: argparse.Namespace) -> str | None:
         return "--data-on-device leaves nothing for loader processes to do: drop --num-workers"
     if args.compile and hasattr(args, "replicas"):
         return "--compile has no effect on DataParallel's copies of the model: use DDP, or drop it"
-    if args.resume and args.init_weights:
-        return "--resume brings its own weights: drop --init-weights"
     if args.technique != "ddp":
         return None
     if (args.rank is None) != (args.world_size is None):

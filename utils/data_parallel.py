@@ -55,15 +55,10 @@ def keep_autocast_dtype(raw_model: nn.Module, precision: device.Precision) -> No
     dtype. So a new CUDA thread would compute in fp16 instead of bf16, and without the loss scaling
     that fp16 needs.
     """
-
-    dtype = precision.dtype
-    if dtype is None:  # nor could a scripted model take the hook
-        return
-
-    def set_dtype(replica: nn.Module, inputs: Any) -> None:
-        torch.set_autocast_dtype(precision.device_type, dtype)
-
-    raw_model.register_forward_pre_hook(set_dtype)
+    if precision.dtype is not None:  # nor could a scripted model take the hook
+        raw_model.register_forward_pre_hook(
+            lambda *_: torch.set_autocast_dtype(precision.device_type, precision.dtype)
+        )
 
 
 class CPUDataParallel(nn.DataParallel):

@@ -71,8 +71,6 @@ KNOWN = {
     "unable to allocate shared memory": "/dev/shm has no room for the batches of the loader"
     " workers: make it larger (docker run --shm-size 1g), lower --num-workers, or pass"
     " --num-workers 0",
-    "DataLoader timed out": "a loader worker gave no batch for minutes: is the disk of the data, or"
-    " its transform, stuck? Continue with --resume",
     "Too many open files": "too many open files: raise `ulimit -n` (1024 will do), or lower"
     " --num-workers",
     "Attempted to use an uninitialized parameter": "--model has a lazy layer: give it its size, or"

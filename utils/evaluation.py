@@ -23,7 +23,7 @@ def evaluate(
     """
     raw_model.eval()
     metrics = Metrics(transform.device)
-    for images, targets in loader:
+    for images, targets in data.batches(loader):
         images, targets = transform(images, targets)
         with precision.autocast():
             metrics.update(*models.loss_and_counts(raw_model(images), targets))

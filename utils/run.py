@@ -172,7 +172,7 @@ class Run:
         accum_steps = self.args.grad_accum_steps
         self._logger.start_epoch(len(loader) // accum_steps)
         try:
-            batches = loader if self.progress.has_step_left else ()
+            batches = data.batches(loader) if self.progress.has_step_left else ()
             for micro_step, batch in enumerate(batches):
                 if micro_step % accum_steps == 0:
                     if self.signal or not self.progress.has_step_left:
@@ -186,6 +186,11 @@ class Run:
             if self._profiler is not None:
                 self._logger.say(self._profiler.finish())
                 self._profiler = None
+        except signals.Stopped as stop:  # the loader gives no batch, and no other rank waits
+            if distributed.world_size() > 1:
+                raise
+            self.signal = stop.number
+            self._save_sums()
         finally:
             # After an error too, so nothing here waits for the device, which may wait in vain for
             # a rank that is lost.

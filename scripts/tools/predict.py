@@ -180,7 +180,7 @@ def run_test(trained: Trained) -> None:
     """Print what the evaluation counts on the test set. Draw confusion matrix and mistakes."""
     metrics, found, device = Metrics(trained.transform.device), [], trained.transform.device
     options = data.loader_options(trained.test_set, 0, device)
-    for batch in DataLoader(trained.test_set, data.EVAL_BATCH_SIZE, **options):
+    for batch in data.batches(DataLoader(trained.test_set, data.EVAL_BATCH_SIZE, **options)):
         outputs, labels = trained.ask(*batch)
         metrics.update(*models.loss_and_counts(outputs, labels))
         names = class_names(trained, outputs, labels)
