@@ -1,25 +1,22 @@
 """A rank that fails: the job ends soon, and names that rank instead of a healthy one."""
 
-import importlib.util
 import json
 import os
 import signal
 import sys
 import time
-from pathlib import Path
+from contextlib import suppress
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.processes import ALTERED, ROOT, finish, flags, run, start, wait_until
 from tests.test_launch import error_lines
-from utils.cluster.job import ADVICE, SAME_GPU, Job, LostRank
+from utils.cluster.job import ADVICE, Job, LostRank
 from utils.cluster.meeting import Meeting, Member
-from utils.errors import UsageError
 
-TIMEOUT = 5  # of a collective, seconds
-SOON = 60  # no measure: only a wait for what never comes takes longer
+TIMEOUT = 20  # seconds; more than ranks on a busy machine are apart
+SOON = 200  # no measure: only a wait for what never comes takes longer
 UNKNOWN = ADVICE[True, True]
 SLOW = pytest.mark.slow
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
@@ -43,7 +40,7 @@ def fail(how, when, rank, processes, folder, *words, then=signal.SIGKILL, **more
             said += process.stderr.readline()
         assert time.time() - flag.stat().st_mtime < SOON, said
         os.kill(int(flag.read_text()), then)  # launchers wait half a minute for it
-    ended = finish(process, 60)
+    ended = finish(process, 120)
     ended.stderr = said + ended.stderr
     assert ended.returncode == 1, ended.text
     assert "Exception raised from" not in ended.text, "C++ frames"
@@ -51,8 +48,8 @@ def fail(how, when, rank, processes, folder, *words, then=signal.SIGKILL, **more
 
 
 def in_training(data_dir, folder):
-    extra = ["--model", "mlp", "--max-steps", 400, "--save-every-steps", 2, "--timeout", TIMEOUT]
-    return flags(data_dir, folder / "run", *extra)
+    extra = ["--model", "mlp", "--max-steps", 400, "--save-every-steps", 2, "--no-tensorboard"]
+    return flags(data_dir, folder / "run", *extra, "--timeout", TIMEOUT)
 
 
 def check_status(folder, rank, begin, words, step=7):
@@ -168,7 +165,7 @@ def test_who_does_not_come_to_the_process_group_is_named(
     how, when, rank, processes, synthetic_dir, tmp_path
 ):
     """Rank 0's store is that of the group: while it is stopped PyTorch waits without a limit."""
-    words = flags(synthetic_dir, tmp_path / "run", "--model", "linear", "--rdzv-timeout", 6)
+    words = flags(synthetic_dir, tmp_path / "run", "--model", "linear", "--rdzv-timeout", 15)
     ended, _ = fail(how, when, rank, processes, tmp_path, *words)
     assert f" lost rank {rank} (" in ended.text, ended.text
     healthy = [other for other in range(processes) if other != rank]
@@ -180,7 +177,7 @@ def test_a_rank_that_wakes_does_not_blame_those_that_went_on(synthetic_dir, tmp_
     words = in_training(synthetic_dir, tmp_path)
     ended, _ = fail("SIGSTOP", 7, 1, 2, tmp_path, *words, then=signal.SIGCONT)
     (woken,) = (line for line in error_lines(ended) if "rank 0 lost rank 1 (" not in line)
-    assert "error: rank 1 stood still for " in woken
+    assert "gave up this rank" in woken or "was slower than --timeout" in woken
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGSTOP", marks=SLOW)])
@@ -198,14 +195,15 @@ def test_who_waits_for_the_process_group_hears_a_loss_and_a_signal(how, syntheti
     while "rank 0 lost rank 1 (" not in said and process.poll() is None:
         said = process.stderr.readline()
     assert "still prepares its data" in said
-    os.kill(int(flag.read_text()), signal.SIGKILL) if how == "SIGSTOP" else None
-    finish(process, 60)
+    with suppress(ProcessLookupError):
+        os.kill(int(flag.read_text()), signal.SIGKILL)
+    finish(process, 120)
 
 
 @pytest.mark.parametrize("how", ["SIGSTOP", pytest.param("SIGKILL", marks=SLOW)])
 def test_rank_0_does_not_write_the_results(how, synthetic_dir, tmp_path):
     """The others have nothing left to do, and nobody else would notice."""
-    extra = ["--model", "linear", "--max-steps", 20, "--timeout", TIMEOUT]
+    extra = ["--model", "linear", "--max-steps", 20, "--no-tensorboard", "--timeout", TIMEOUT]
     words = flags(synthetic_dir, tmp_path / "run", *extra)
     ended, _ = fail(how, "results", 0, 2, tmp_path, *words)
     assert "rank 1 lost rank 0 (" in ended.text
@@ -220,26 +218,13 @@ def a_job():
 
 
 def test_what_nccl_says_is_recognised(monkeypatch):
-    """NCCL's errors may be plain RuntimeErrors. Its own line about shared GPUs gets an advice."""
+    """NCCL's errors may be plain RuntimeErrors."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     lost = a_job().explain(RuntimeError("NCCL communicator was aborted on rank 1."), 3)
     assert isinstance(lost, LostRank)
     assert lost.ranks == [0]
     assert "rank 1 lost rank 0 (" in str(lost)
     assert "at step 3" in str(lost)
-    for words in SAME_GPU:
-        shared = a_job().explain(dist.DistBackendError(f"ncclInvalidUsage\n{words} on device 6\n"))
-        assert isinstance(shared, UsageError)
-        assert "two ranks have the same GPU: start one process for each" in str(shared)
-
-
-def test_the_installed_nccl_says_it_in_these_words():
-    spec = importlib.util.find_spec("nvidia.nccl")
-    if not torch.version.cuda or not spec:
-        pytest.skip("needs a torch with NCCL")
-    (folder,) = spec.submodule_search_locations
-    text = Path(folder, "lib", "libnccl.so.2").read_bytes()
-    assert [words for words in SAME_GPU if words.encode() in text]
 
 
 def test_an_error_is_explained_once(monkeypatch):

@@ -50,7 +50,7 @@ ARROWS = {name_of(path): {module for module, _ in imports(path)} for path in PRO
         *zip(([path] for path in SCRIPTS), (65, 75, 95), strict=True),
         ([*SCRIPTS, *TOP, *CORE], 1949),
         (DATASETS, 220),
-        (CLUSTER, 615),
+        (CLUSTER, 545),
         *(([path], 100) for path in LESSONS),
         *(([path], 55) for path in MINIMAL if path != COMPLETE),
         ([COMPLETE], 135),

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import nullcontext as nothing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,10 +29,8 @@ from tests.processes import (
     wait_until,
 )
 from utils import config
-from utils.cluster import launch as launching
 from utils.cluster import rank_info
-from utils.cluster.meeting import Meeting, Member
-from utils.cluster.places import Address, AgentStore
+from utils.cluster.launch import choose_backend
 from utils.cluster.rank_info import RankInfo
 from utils.errors import UsageError
 
@@ -197,27 +194,8 @@ def test_what_cannot_work_is_one_line(flags, words, synthetic_dir):
     assert words in error_line(ended)
 
 
-@pytest.mark.parametrize(
-    ("variables", "words"),
-    [
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
-        ({"RANK": "1"}, "RANK is set and WORLD_SIZE is not"),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x is not a whole number"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "0"}, "MASTER_PORT=0 is not a port"),
-        (
-            {"OMPI_COMM_WORLD_RANK": "0"},
-            "OMPI_COMM_WORLD_RANK is set and OMPI_COMM_WORLD_SIZE is not",
-        ),
-    ],
-)
-def test_variables_that_contradict_each_other(variables, words):
-    args = config.build_parser("ddp", None).parse_args([])
-    with pytest.raises(UsageError, match=words):
-        rank_info.read_rank_info(args, variables)
-
-
 SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "1"}
-SLURM["SLURM_STEP_NUM_TASKS"] = "4"
+SLURM |= {"SLURM_STEP_NUM_TASKS": "4", "MASTER_PORT": "7"}
 
 
 @pytest.mark.parametrize(
@@ -231,35 +209,37 @@ SLURM["SLURM_STEP_NUM_TASKS"] = "4"
             RankInfo("torchrun", 1, 4, 1, 2, "h", 7),
         ),
         (
-            SLURM | {"MASTER_PORT": "7", "SLURM_STEP_NODELIST": "rack[1-2]node[03-05,9],other"},
+            SLURM | {"SLURM_STEP_NODELIST": "rack[1-2]node[03-05,9],other"},
             RankInfo("slurm", 3, 4, 1, None, "rack1node03", 7),
         ),
         (
-            SLURM | {"MASTER_PORT": "7", "SLURM_STEP_NODELIST": "node7,node8"},
+            SLURM | {"SLURM_STEP_NODELIST": "node7,node8"},
             RankInfo("slurm", 3, 4, 1, None, "node7", 7),
         ),
         # Both say a rank: by hand wins over Slurm.
-        (SLURM | {"RANK": "0", "WORLD_SIZE": "1"}, RankInfo("environment", 0, 1)),
+        (SLURM | {"RANK": "0", "WORLD_SIZE": "1"}, RankInfo("environment", 0, 1, master_port=7)),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
+        ({"RANK": "1"}, "RANK is set and WORLD_SIZE is not"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x is not a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "0"}, "MASTER_PORT=0 is not a port"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_RANK is set and OMPI_COMM_WORLD_SIZE is"),
     ],
 )
 def test_what_a_launcher_says(variables, expected):
     args = config.build_parser("ddp", None).parse_args([])
-    assert rank_info.read_rank_info(args, variables) == expected
+    if isinstance(expected, RankInfo):
+        assert rank_info.read_rank_info(args, variables) == expected
+    else:
+        with pytest.raises(UsageError, match=expected):
+            rank_info.read_rank_info(args, variables)
 
 
 def test_two_jobs_of_slurm_on_one_host_have_ports_of_their_own():
     """Each is step 0 of its job."""
     args = config.build_parser("ddp", None).parse_args([])
-    jobs = [SLURM | {"SLURM_JOB_ID": str(number)} for number in range(100, 110)]
+    step = {name: value for name, value in SLURM.items() if name != "MASTER_PORT"}
+    jobs = [step | {"SLURM_JOB_ID": str(number)} for number in range(100, 110)]
     assert len({rank_info.read_rank_info(args, job).master_port for job in jobs}) == 10
-
-
-def test_a_variable_of_torchrun_that_is_left_in_a_shell_does_no_harm(monkeypatch):
-    """Where torchrun did not start this process, its agent keeps no store."""
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    launches = RankInfo("environment", 1, 2), RankInfo("torchrun", 1, 2)
-    places = [launching._meeting_place("env://", launch) for launch in launches]
-    assert [type(place) for place in places] == [Address, AgentStore]
 
 
 @pytest.mark.parametrize("wrong", [["--backend", "mpi"], ["--epochs", "none"]])
@@ -267,31 +247,14 @@ def test_one_line_for_all_ranks_of_torchrun(wrong):
     """Also where rank 0, which has to say it, is the last to find out."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     script = [ALTERED, "train_ddp.py", *wrong]
-    ended = run(
-        *launcher, "--nproc_per_node", 2, *script, timeout=60, ALTER="late", ALTER_AT="start"
-    )
+    ended = run(*launcher, "--nproc_per_node", 2, *script, ALTER="late", ALTER_AT="start")
     assert ended.returncode == 1
     assert len(error_lines(ended)) == 1, ended.text
 
 
 def test_a_device_that_no_backend_knows():
     with pytest.raises(UsageError, match=r"use train_single\.py, or --device cpu"):
-        launching.choose_backend("auto", torch.device("mps"))
-
-
-@pytest.mark.parametrize(("ranks", "gpus"), [(2, 2), (2, 1), (3, 2)])
-def test_a_gpu_for_each_rank(ranks, gpus, monkeypatch):
-    """A launcher shows each rank all GPUs of the node, or one, which is number 0 for all."""
-    devices = [torch.device("cuda", index) for index in range(gpus)]
-    monkeypatch.setattr(launching, "select_devices", lambda *names: devices)
-    monkeypatch.setattr(launching, "choose_backend", lambda *names: "nccl")
-    own = Member(0)
-    meeting = Meeting(own, ranks, own, mates=list(range(ranks)))
-    monkeypatch.setattr(launching, "meet", lambda *arguments: meeting)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    args = config.parse_args("ddp", None, [])
-    with pytest.raises(UsageError, match="see 2 GPUs") if ranks > gpus > 1 else nothing():
-        launching._meet(args, RankInfo("torchrun", 0, ranks, 0, ranks))
+        choose_backend("auto", torch.device("mps"))
 
 
 @pytest.mark.slow
@@ -330,13 +293,26 @@ def start_waiting(synthetic_dir, *flags):
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
-def test_a_stop_signal_ends_the_waiting(number, synthetic_dir):
-    process = start_waiting(synthetic_dir, "--rank", 0, "--world-size", 2)
+RANK_0, PARENT = ["--rank", 0, "--world-size", 2], ["--nprocs", 2, "--nnodes", 2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "number"),
+    [
+        (RANK_0, signal.SIGINT),
+        (RANK_0, signal.SIGUSR1),
+        (PARENT, signal.SIGTERM),  # which it passes on
+        (PARENT, signal.SIGKILL),  # which leaves nobody
+    ],
+)
+def test_a_stop_signal_ends_the_waiting(flags, number, synthetic_dir):
+    process = start_waiting(synthetic_dir, *flags)
     process.send_signal(number)
-    ended = finish(process, 60)
-    assert ended.returncode == 128 + number
-    assert f"stopped by {number.name} while waiting" in ended.stderr
+    ended = finish(process, 90)
+    if number == signal.SIGKILL:
+        assert stray_processes() == []
+    else:
+        assert f"stopped by {number.name} while waiting" in error_line(ended, 128 + number)
 
 
 def test_an_interface_that_is_not_there_is_one_line(synthetic_dir, tmp_path):
@@ -344,17 +320,3 @@ def test_an_interface_that_is_not_there_is_one_line(synthetic_dir, tmp_path):
     arguments += ["--nprocs", 2, "--rdzv-timeout", 20]
     ended = run(*script("train_ddp.py", *arguments), GLOO_SOCKET_IFNAME="nowhere0")
     assert "GLOO_SOCKET_IFNAME" in error_line(ended, 1)
-
-
-def test_the_parent_of_spawn_passes_a_signal_on(synthetic_dir):
-    process = start_waiting(synthetic_dir, "--nprocs", 2, "--nnodes", 2)
-    process.send_signal(signal.SIGTERM)
-    ended = finish(process, 60)
-    error_line(ended, 143)
-
-
-def test_killing_the_parent_of_spawn_leaves_nobody(synthetic_dir):
-    process = start_waiting(synthetic_dir, "--nprocs", 2, "--nnodes", 2)
-    process.kill()
-    process.communicate(timeout=60)
-    assert stray_processes(wait=60.0) == []

@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.multiprocessing as mp
@@ -18,7 +17,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from utils import output, signals
 from utils.cluster.calls import POLL_SECONDS
 from utils.cluster.rank_info import RankInfo, die_with_launcher, read_port
-from utils.errors import UsageError
+from utils.errors import UsageError, UserError
 
 # After a rank has failed, the others get SIGTERM after this time, and SIGKILL after twice this
 # time. They need this time to find out who is lost (job.BUSY_SECONDS), and to destroy the
@@ -38,8 +37,7 @@ def spawn(start: Callable[[RankInfo], int], args: argparse.Namespace) -> int:
     address = os.environ.get("MASTER_ADDR", "").strip()
     if args.nnodes > 1 and args.init_method == "env://" and not address:
         raise UsageError(
-            "--nnodes needs the address of node 0: --init-method tcp://<address>:<port>, or"
-            " MASTER_ADDR and MASTER_PORT, the same on every node"
+            "--nnodes needs the address of node 0: MASTER_ADDR, or --init-method tcp://host:port"
         )
     # On one node, variables that are left over in the shell do not count.
     address, port = ("", get_free_port()) if args.nnodes == 1 else (address, read_port(os.environ))
@@ -103,8 +101,7 @@ def _wait_for(context: Any, first: int) -> int:
             return 128 + signals.received()
         if error.signal_name:
             pid = context.processes[error.error_index].pid  # torch 2.9's error has none
-            name = f"rank {first + error.error_index} (pid {pid})"
-            line = f"{Path(sys.argv[0]).name}: error: {name} was killed by {error.signal_name}"
-            print(line, file=sys.stderr)
-        return max(error.exit_code, 1)
+            lost = f"rank {first + error.error_index} (pid {pid})"
+            raise UserError(f"{lost} was killed by {error.signal_name}") from error
+        return error.exit_code
     return 0

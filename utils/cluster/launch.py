@@ -95,19 +95,17 @@ def _is_reported(error: UserError, info: RankInfo) -> bool:
     if isinstance(error, RendezvousError | LostRank):
         return error.reported_elsewhere
     # A stop, a mistake in the flags, and a run that is complete are the same on all ranks.
-    is_of_all = error.exit_status != 1 or error.reported_elsewhere
-    return is_of_all and bool(info.local_rank)
+    return bool(info.local_rank) and (error.exit_status != 1 or error.reported_elsewhere)
 
 
 def _meet(args: argparse.Namespace, info: RankInfo) -> Job:
     """Find the other ranks, agree with them on what has to agree, and set the environment.
 
     Raises:
-        UsageError: the backend or the device does not exist, or a rank has no GPU.
+        UsageError: the backend or the device does not exist.
         RendezvousError: ranks are missing, were started twice, or do not belong together.
     """
-    devices = select_devices(args.device, args.devices)
-    backend = choose_backend(args.backend, devices[0])
+    backend = choose_backend(args.backend, select_devices(args.device, args.devices)[0])
     facts = {"WORLD_SIZE": info.world_size, **config.shared(args)}
     facts |= {"torch": torch.__version__, "backend": backend}
     own = Member(info.rank, {name: str(value) for name, value in facts.items()})
@@ -118,12 +116,6 @@ def _meet(args: argparse.Namespace, info: RankInfo) -> Job:
     # tcp:// and file:// give no local rank.
     local_rank = met.mates.index(info.rank) if info.local_rank is None else info.local_rank
     local_world_size = info.local_world_size or len(met.mates)
-    # A launcher may show each rank one GPU, which is then number 0 for all of them.
-    if backend == "nccl" and local_world_size > len(devices) > 1:
-        raise UsageError(
-            f"{local_world_size} ranks are on this node and see {len(devices)} GPUs: start one"
-            " process for each (--nproc_per_node), or try --backend gloo, whose ranks may share"
-        )
     os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_world_size))
     if met.interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", met.interface)
@@ -138,10 +130,9 @@ def choose_backend(backend: str, device: torch.device) -> str:
     Raises:
         UsageError: the backend is not in this build, or cannot work here.
     """
+    # With torch 2.13 to 2.15.
     if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL" and device.type == "cpu":
-        raise UsageError(
-            "TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DDP on gloo (torch 2.13 to 2.15): use INFO"
-        )
+        raise UsageError("TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DDP on gloo: use INFO")
     if device.type not in ("cpu", "cuda"):
         raise UsageError(
             f"gloo and nccl know no {device.type} device: use train_single.py, or --device cpu"
@@ -151,8 +142,7 @@ def choose_backend(backend: str, device: torch.device) -> str:
     built = [name for name in ("nccl", "gloo", "mpi") if dist.is_backend_available(name)]
     if backend not in built or (backend == "nccl" and device.type != "cuda"):
         raise UsageError(
-            f"--backend {backend}: this torch was built with {' and '.join(built)}, and nccl needs"
-            " CUDA devices"
+            f"--backend {backend}: this torch was built with {' and '.join(built)}, nccl for CUDA"
         )
     return backend
 
@@ -177,8 +167,6 @@ def _meeting_place(init_method: str, info: RankInfo) -> Address:
     if kind == "tcp":
         address, _, port = where.rpartition(":")
         return Address(address.strip("[]"), int(port), "--init-method")
-    # The variable alone may be left over in a shell.
-    has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    place = AgentStore if has_store and info.launcher == "torchrun" else Address
+    place = AgentStore if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else Address
     is_given = info.master_addr == os.environ.get("MASTER_ADDR", "").strip()
     return place(info.master_addr, info.master_port, "MASTER_ADDR" * is_given)

@@ -25,14 +25,10 @@ import torch.distributed as dist
 from utils import signals
 from utils.cluster.calls import POLL_SECONDS, call_within
 from utils.cluster.places import Address, own_addresses, probe
-from utils.errors import UsageError, UserError
+from utils.errors import UserError
 
 COMPLETE = "complete"
 MAX_SHOWN = 8  # ranks that a message lists
-# Rank 0 has three connections of each rank to its store, and the backend's own to each rank. Each
-# rank has the backend's alone.
-HOST_DESCRIPTORS, RANK_DESCRIPTORS, OTHER_DESCRIPTORS = 4, 1, 128
-CONNECT_SECONDS = 4.0
 LONG = timedelta(hours=1)  # ``meet`` limits the whole wait
 OTHER = "another program, or another job, has this port"
 # Errors at a port that has no store of this job.
@@ -89,7 +85,7 @@ class Meeting:
     own: Member
     world_size: int
     main: Member
-    patience: float = 2.0
+    patience: float = 4.0
     store: Any = field(default_factory=dist.HashStore)  # in the stubs a store has no append
     mates: list[int] = field(default_factory=lambda: [0])
     sharing_cores: int = 1
@@ -125,87 +121,64 @@ def meet(place: Address, own: Member, world_size: int, seconds: float) -> Meetin
     Raises:
         RendezvousError: ranks are missing, exist twice, or do not belong together, or another
             program has the port of rank 0.
-        UsageError: there are too few descriptors.
         Stopped: a stop signal came.
     """
     # PyTorch looks up the name of every address that it connects to, at both ends. If a name
     # server does not answer, that takes ten seconds. glibc reads this at its first lookup.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
-    _raise_descriptor_limit(own.rank, world_size)
-    meeting = Meeting(own, world_size, own, 2.0 + 0.01 * world_size)
+    # Rank 0 has three connections of each rank to its store, and the backend's own to each rank.
+    needed = 4 * world_size + 128
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError):  # even the hard limit is lower, which the doctor finds
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
+    meeting = Meeting(own, world_size, own, 4.0 + 0.01 * world_size)
     meeting.door = socket.create_server(("", 0))
     own.door = meeting.door.getsockname()[1]
-    limit, function = seconds + 2 * meeting.patience, _join if own.rank else _host
-    try:
-        call_within(limit, function, meeting, place, seconds, check=signals.check)
-    except TimeoutError as error:
-        raise RendezvousError(
-            f"rank {own} got no answer at {place} in {seconds:.0f} s: its name cannot be resolved,"
-            f" its host is stopped, or {OTHER}"
-        ) from error
-    return meeting
+    deadline = time.monotonic() + seconds
+    attend, retried = (_visit, NO_STORE) if own.rank else (_host, (TimeoutError,))
+    while True:
+        limit = deadline + 2 * meeting.patience - time.monotonic()
+        try:
+            call_within(limit, attend, meeting, place, deadline, check=signals.check)
+            return meeting
+        except retried as error:
+            if time.monotonic() > deadline:
+                reason = getattr(error, "strerror", OTHER) or error
+                raise RendezvousError(
+                    f"rank {own} waited {seconds:.0f} s for rank 0 at {place}: {reason}. Was it"
+                    " started, are MASTER_ADDR and MASTER_PORT its own, and is the port open?"
+                ) from error
+        signals.sleep(POLL_SECONDS)
 
 
-def _raise_descriptor_limit(rank: int, world_size: int) -> None:
-    needed = (RANK_DESCRIPTORS if rank else HOST_DESCRIPTORS) * world_size + OTHER_DESCRIPTORS
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= hard < needed:  # -1 is no limit
-        raise UsageError(
-            f"rank {rank} may open {hard} files and needs {needed} for {world_size} ranks: raise"
-            " the hard limit (ulimit -Hn, a service's LimitNOFILE=, a container's --ulimit)"
-        )
-    if 0 <= soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-
-
-def _host(meeting: Meeting, place: Address, seconds: float) -> None:
+def _host(meeting: Meeting, place: Address, deadline: float) -> None:
     """Open the store as rank 0, and wait for all ranks."""
-    deadline, own = time.monotonic() + seconds, meeting.own
     # Other places publish a port that is free, with a nonce.
     port, nonce = (place.port, "") if type(place) is Address else (0, secrets.token_hex(8))
     try:
         meeting.store = dist.TCPStore("127.0.0.1", port, None, True, LONG, False)
     except RuntimeError as error:
-        with suppress(*NO_STORE):  # another rank 0 of this job may have the port
-            _visit(meeting, 0.0, *place.find())
         reason = str(error).rpartition("message: ")[2]
         raise RendezvousError(
-            f"rank {own} cannot listen on port {port} ({reason}): choose another MASTER_PORT, or"
-            " torchrun --standalone"
+            f"rank {meeting.own} cannot listen on port {port} ({reason}): take another MASTER_PORT"
         ) from error
     meeting.store.set(f"nonce/{nonce}", "")
     place.publish(meeting.store.port, nonce)
     _take_seat(meeting, deadline)
 
 
-def _join(meeting: Meeting, place: Address, seconds: float) -> None:
-    """Look for rank 0 until it is there."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            return _visit(meeting, deadline, *place.find())
-        except NO_STORE as error:
-            reason = str(getattr(error, "strerror", OTHER) or error)
-        if time.monotonic() > deadline:
-            raise RendezvousError(
-                f"rank {meeting.own} waited {seconds:.0f} s for rank 0 at {place}: {reason}. Rank 0"
-                " is missing: was it started, are MASTER_ADDR and MASTER_PORT its own, and is the"
-                " port open to this host?"
-            )
-        time.sleep(POLL_SECONDS)
-
-
-def _visit(meeting: Meeting, deadline: float, host: str, port: int, nonce: str) -> None:
-    """Meet the others at an address.
+def _visit(meeting: Meeting, place: Address, deadline: float) -> None:
+    """Look for rank 0 once, and if it is there, meet the others.
 
     Raises:
         NO_STORE: nothing listens there, rank 0 has left, or the store is of another job.
         RendezvousError: the ranks cannot work together.
     """
+    host, port, nonce = place.find()
     # Try a plain connection first. PyTorch would print pages about one that fails.
     ends = probe(host, port)
     # Rank 0 of an earlier attempt may leave at this moment, and PyTorch would keep trying.
-    store = call_within(CONNECT_SECONDS, dist.TCPStore, ends[0], port, None, False, LONG, False)
+    store = call_within(meeting.patience, dist.TCPStore, ends[0], port, None, False, LONG, False)
     if not store.check([f"nonce/{nonce}", "member/0"]):
         raise ValueError("rank 0 has no seat here, or not yet")
     meeting.store, meeting.main = store, _read_member(store, 0)
@@ -220,8 +193,8 @@ def _take_seat(meeting: Meeting, deadline: float, ends: tuple[str, str] = ("", "
         ends: rank 0's address, and the address from which this host reached it.
     """
     store, own, main, begin = meeting.store, meeting.own, meeting.main, time.monotonic()
-    store.add("arrived", 1)
     own.address = ends[1]
+    store.add("arrived", 1)
     entry = store.compare_set(f"member/{own.rank}", "", json.dumps(vars(own)))
     problem = _find_problem(main, Member(**json.loads(entry)), own)
     if problem and store.compare_set("verdict", "", problem).decode() == COMPLETE:
@@ -236,9 +209,7 @@ def _take_seat(meeting: Meeting, deadline: float, ends: tuple[str, str] = ("", "
     if store.add("seated", 1) == meeting.world_size:
         store.compare_set("verdict", "", COMPLETE)
     try:
-        # Rank 0 names the missing ranks for all, unless it came much later.
-        wait = max(deadline - begin, POLL_SECONDS) + (meeting.patience if own.rank else 0.0)
-        store.wait(["verdict"], timedelta(seconds=wait))
+        store.wait(["verdict"], timedelta(seconds=max(deadline - begin, POLL_SECONDS)))
     except dist.DistStoreError:
         store.compare_set("verdict", "", _describe_missing(meeting, time.monotonic() - begin))
     verdict = store.get("verdict").decode()
@@ -246,11 +217,7 @@ def _take_seat(meeting: Meeting, deadline: float, ends: tuple[str, str] = ("", "
         error, readers = RendezvousError(verdict), store.add("arrived", 0)
         error.reported_elsewhere = read_by_all(meeting, "verdict", readers, meeting.patience, True)
         raise error
-    try:
-        _look_around(meeting, seats, cores, ends)
-    except RuntimeError as error:  # the store has ended
-        reason = f"rank {own} lost rank {main} right after the meeting: its own output says more"
-        raise RendezvousError(reason) from error
+    _look_around(meeting, seats, cores, ends)
 
 
 def _look_around(meeting: Meeting, seats: str, cores: str, ends: tuple[str, str]) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from utils.files import replace_file
 
-AGENT_SECONDS = 5.0  # for torchrun's store to answer; it is there before the ranks are
+AGENT_TIMEOUT = timedelta(seconds=5)  # for torchrun's store, which is there before the ranks
 SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
@@ -55,8 +55,7 @@ class AgentStore(Address):
 
     @cached_property
     def store(self) -> dist.Store:
-        timeout = timedelta(seconds=AGENT_SECONDS)
-        return dist.TCPStore(self.host, self.port, None, False, timeout, wait_for_workers=False)
+        return dist.TCPStore(self.host, self.port, None, False, AGENT_TIMEOUT, False)
 
     def find(self) -> Any:
         if not self.store.check([self.KEY]):
