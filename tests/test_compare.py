@@ -27,9 +27,12 @@ def tell(folder, *runs):
 
 def test_runs_that_are_alike_have_a_speed_up(tmp_path):
     told = tell(tmp_path, RUN, DDP)
-    assert "1.50 x" in told
-    assert "No GPU took part: a device is a core of the CPU." in told
-    assert "of 96 images each" in told
+    for words in (
+        "1.50 x",
+        "a device is a core of the CPU.",
+        "of 96 images each",
+    ):
+        assert words in told
     line = f"set -o pipefail; {sys.executable} {SCRIPT} {tmp_path}/0 | true"
     assert succeed(run("bash", "-c", line)).stderr == "", "nobody reads its output"
 

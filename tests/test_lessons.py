@@ -1,4 +1,4 @@
-"""Every lesson runs as its docstring says, and its exit status says whether its claims held."""
+"""Every lesson runs, and its exit status says whether its claims held."""
 
 import re
 import subprocess
@@ -30,12 +30,10 @@ def test_no_lesson_imports_another():
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in LESSONS]
 )
 def test_a_lesson_shows_what_it_claims(name):
-    """Run by the command in its docstring, it prints a line of each symptom that names it."""
+    """It prints a line of each symptom that names it, and the findings of the check."""
     docstring = (FOLDER / f"{name}.py").read_text().split('"""')[1]
-    commands = re.findall(r"^python (\S+)$", docstring, flags=re.MULTILINE)
-    assert commands == [f"scripts/lessons/{name}.py"]
     assert docstring.rsplit("\n\n", 1)[-1].startswith("It prints "), docstring
-    finished = run(sys.executable, *commands, timeout=TIMEOUT)
+    finished = run(sys.executable, f"scripts/lessons/{name}.py", timeout=TIMEOUT)
     assert finished.returncode == 0, finished.text
     assert "\nshown: " in finished.stdout
     assert "Traceback" not in finished.text

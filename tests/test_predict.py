@@ -8,7 +8,6 @@ import predict
 import pytest
 import torch
 import torch.nn.functional as F
-import trial
 from PIL import Image
 from torch import nn
 
@@ -43,8 +42,8 @@ def test_a_run_is_scored_and_drawn(trained, ask):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     status, printed, errors = ask(trained, "--test")
-    assert (status, errors) == (0, [])
     facts = summary(trained)
+    assert (status, errors) == (0, [])
     score = re.match("synthetic test set, 10,000 samples: loss (.+), accuracy (.+)", printed)
     assert float(score[1]) == pytest.approx(facts["test_loss"], rel=1e-2)  # in bf16
     assert score[2] == f"{facts['test_accuracy']:.6g}"
@@ -109,7 +108,8 @@ def test_own_images_keep_their_shape(tmp_path):
 def test_the_numbers_of_a_regression_are_printed(tmp_path, ask, monkeypatch):
     own = data.ImageSet(torch.rand(40, 4, 4), torch.rand(40, 2))
     monkeypatch.setitem(data.SOURCES, "mine", Source("Mine"))
-    monkeypatch.setitem(models.MODELS, "mine", lambda: nn.Sequential(nn.Flatten(), Two()))
+    build = lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 2))  # noqa: E731
+    monkeypatch.setitem(models.MODELS, "mine", build)
     monkeypatch.setattr(data, "load_dataset", lambda *_: (own, own))
     loss = lambda outputs, targets: (F.mse_loss(outputs, targets), {"count": len(targets)})  # noqa: E731
     monkeypatch.setattr(models, "loss_and_counts", loss)
@@ -120,20 +120,10 @@ def test_the_numbers_of_a_regression_are_printed(tmp_path, ask, monkeypatch):
     status, printed, errors = ask(tmp_path / "last.pt", tmp_path / "white.png", "--test")
     assert (status, errors) == (0, [])
     with torch.no_grad():
-        expected = F.mse_loss(model(own.images), own.labels)
-    assert printed.splitlines()[0].endswith("white.png: 16, -16")
-    assert printed.splitlines()[1] == f"mine test set, 40 samples: loss {float(expected):.6g}"
-
-
-class Two(nn.Module):
-    """The sum of the pixels, and its negative."""
-
-    def __init__(self):
-        super().__init__()
-        self.sign = nn.Parameter(torch.tensor([1.0, -1.0]))
-
-    def forward(self, pixels):
-        return pixels.sum(1, keepdim=True) * self.sign
+        white, expected = model(torch.ones(1, 4, 4)), F.mse_loss(model(own.images), own.labels)
+    first, second = printed.splitlines()
+    assert first.endswith("white.png: " + ", ".join(f"{x:.6g}" for x in white[0].tolist()))
+    assert second == f"mine test set, 40 samples: loss {float(expected):.6g}"
 
 
 @pytest.mark.parametrize(("classes", "shape"), [(2, (28, 28)), (100, (3, 32, 32)), (12, (1, 7, 9))])
@@ -144,14 +134,13 @@ def test_any_classes_and_any_images_are_drawn(classes, shape, tmp_path):
     assert int(matrix.sum()) == 60
     assert int(matrix.trace()) == 40
     assert int(matrix[labels[0], predictions[0]]) > 0
-    figure = trial.new_figure(4, 4)
-    predict.draw_confusion(figure, matrix)
-    trial.save_figure(figure, tmp_path / "matrix.png")
-    figure, own = trial.new_figure(4, 4), data.ImageSet(torch.zeros(60, *shape), labels)
+    figures, own = predict.new_figures(), data.ImageSet(torch.zeros(60, *shape), labels)
+    predict.draw_confusion(figures["confusion_matrix"], matrix)
     logits = F.one_hot(predictions, classes) * torch.linspace(0, 9, 60)[:, None]
-    predict.draw_mistakes(figure, own, labels, logits)
-    trial.save_figure(figure, tmp_path / "mistakes.png")
-    first = figure.axes[0].get_title()
+    predict.draw_mistakes(figures["mistakes"], own, labels, logits)
+    for name, figure in figures.items():
+        figure.savefig(tmp_path / f"{name}.png")
+    first = figures["mistakes"].axes[0].get_title()
     assert first.startswith(f"{labels[57]} > {predictions[57]} "), "the most confident"
 
 

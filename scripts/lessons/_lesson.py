@@ -71,13 +71,16 @@ def start(main: Callable[[], dict[str, bool]], ask: str = "") -> None:
         print(f"scripts/check/check.py says {found} where a script of your own gets this wrong.")
     if guess:
         print(f"\nyour guess was: {guess}")
-    faulthandler.cancel_dump_traceback_later()
     sys.exit(0 if claims and all(claims.values()) else 1)
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of what a traceback ends with."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+def error_of(call: Callable[[], Any]) -> str:
+    """Return what a traceback ends with if the call raises an error, else nothing."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def count_sends(model: DistributedDataParallel) -> list[int]:
@@ -101,10 +104,11 @@ def run_ranks(
     process group.
     """
     outcomes, started = [], []
+    barrier = context.Barrier(world_size, timeout=TIME_LIMIT)
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(world_size):
             pipe, theirs = context.Pipe(duplex=False)
-            arguments = (theirs, folder, timeout, work, rank, world_size, *args)
+            arguments = (theirs, barrier, folder, timeout, work, rank, world_size, *args)
             process = context.Process(target=_rank, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -145,28 +149,22 @@ def _setup_process() -> None:
     torch.set_num_threads(1)
 
 
-def _meet(store: dist.Store, place: str, rank: int, world_size: int) -> None:
-    store.set(f"{place}/{rank}", "")
-    store.wait([f"{place}/{i}" for i in range(world_size)], timedelta(seconds=TIME_LIMIT))
-
-
-def _rank(pipe: Any, folder: str, timeout: float | None, work: Any, *args: Any) -> None:
+def _rank(
+    pipe: Any, barrier: Any, folder: str, timeout: float | None, work: Any, *args: Any
+) -> None:
     _setup_process()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all: a rank ends silently
     rank, size = args[:2]
-    store = dist.FileStore(f"{folder}/store", size)
     # A lesson may set a short timeout, which must not include the time to start up.
-    _meet(store, "started", rank, size)
+    barrier.wait()
     if timeout is not None:
-        limit = timedelta(seconds=timeout)
+        store, limit = dist.FileStore(f"{folder}/store", size), timedelta(seconds=timeout)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
         # A rank with little work must not leave before the others have their connections.
-        _meet(store, "connected", rank, size)
-    try:
-        outcome = Outcome(rank, work(*args))
-    except Exception as error:
-        outcome = Outcome(rank, error=first_line(error))
+        barrier.wait()
+    values: list[Any] = [None]
+    error = error_of(lambda: values.append(work(*args)))
     # As bytes: a tensor itself would be sent as shared memory, which ends with this process.
-    pipe.send_bytes(pickle.dumps(outcome))
+    pipe.send_bytes(pickle.dumps(Outcome(rank, values[-1], error.partition("\n")[0])))
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,7 +1,5 @@
 """Break it: autocast's dtype does not reach a thread, so DataParallel's replicas use the default.
 
-python scripts/lessons/break_autocast_threads.py
-
 nn.DataParallel runs each replica in a thread, and opens autocast there without the dtype
 (torch/nn/parallel/parallel_apply.py). So on GPUs, under autocast("cuda", dtype=torch.bfloat16), the
 replicas compute in float16. They also lack loss scaling. A CPU's default is bfloat16. Therefore

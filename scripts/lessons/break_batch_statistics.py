@@ -1,7 +1,5 @@
 """Break it: each rank evaluates with its own running statistics of batch normalisation.
 
-python scripts/lessons/break_batch_statistics.py
-
 It prints how far apart the ranks' answers to the same inputs are, before and after rank 0's
 statistics are broadcast.
 """

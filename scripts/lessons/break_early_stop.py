@@ -1,7 +1,5 @@
 """Break it: each rank stops early on its own validation loss, and they stop at different epochs.
 
-python scripts/lessons/break_early_stop.py
-
 Asked in Lightning-AI/pytorch-lightning#379 and pytorch/pytorch#134920.
 
 It prints the epoch at which each rank stops, and how the others end.

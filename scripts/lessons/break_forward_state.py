@@ -1,7 +1,5 @@
 """Break it: a model's forward changes some state, which is lost with DataParallel's replicas.
 
-python scripts/lessons/break_forward_state.py
-
 The documentation of torch.nn.DataParallel warns of this.
 
 It prints what a counter in the model says after some steps of DP and of DDP.

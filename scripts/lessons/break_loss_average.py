@@ -1,7 +1,5 @@
 """Break it: a mean of means, when ranks or micro-batches have unequal numbers of tokens.
 
-python scripts/lessons/break_loss_average.py
-
 Asked in huggingface/transformers#34242, pytorch/torchtitan#2206 and modelscope/ms-swift#10165.
 
 It prints each loss beside the right one, for ranks and for micro-batches.

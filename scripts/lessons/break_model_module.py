@@ -1,7 +1,5 @@
 """Break it: the training calls model.module, so DDP never sees the forward.
 
-python scripts/lessons/break_model_module.py
-
 It prints the gradient and the weight of each rank after some steps, for both calls.
 """
 

@@ -1,12 +1,10 @@
 """Break it: a wrapped model's state dict has `module.` before every name.
 
-python scripts/lessons/break_module_prefix.py
-
 It prints the names in both state dicts, and what load_state_dict says to them.
 """
 
 import torch
-from _lesson import start
+from _lesson import error_of, start
 from torch import nn
 
 
@@ -19,13 +17,10 @@ def main() -> dict[str, bool]:
     print(f"raw_model.state_dict(): {list(raw_model.state_dict())}")
     print(f"model.state_dict():     {list(wrapped)}")
 
-    fresh, said = nn.Linear(2, 2), ""
+    fresh = nn.Linear(2, 2)
     before = fresh.weight.clone()
-    try:
-        fresh.load_state_dict(wrapped)
-    except RuntimeError as error:
-        said = str(error)
-        print(f"load_state_dict: {said}")
+    said = error_of(lambda: fresh.load_state_dict(wrapped))
+    print(f"load_state_dict: {said}")
     report = fresh.load_state_dict(wrapped, strict=False)
     unchanged = torch.equal(fresh.weight, before)
     print(f"strict=False: no error, missing {report.missing_keys}, weights loaded: {not unchanged}")
@@ -33,9 +28,9 @@ def main() -> dict[str, bool]:
     stripped = {name.removeprefix("module."): tensor for name, tensor in wrapped.items()}
     loads = []
     for state in (model.module.state_dict(), stripped):
-        fresh = nn.Linear(2, 2)
-        fresh.load_state_dict(state)
-        loads.append(torch.equal(fresh.weight, raw_model.weight))
+        other = nn.Linear(2, 2)
+        other.load_state_dict(state)
+        loads.append(torch.equal(other.weight, raw_model.weight))
     print(f"saved from raw_model, or with the prefix stripped, weights loaded: {loads}")
     return {
         "the names do not match, and load_state_dict raises an error": (

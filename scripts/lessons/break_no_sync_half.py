@@ -1,7 +1,5 @@
 """Break it: with accumulation, no_sync stands around one half of a micro-step only.
 
-python scripts/lessons/break_no_sync_half.py
-
 It prints how often each way sends gradients, and whether both ranks end with the same ones.
 """
 

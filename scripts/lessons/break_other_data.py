@@ -1,7 +1,5 @@
 """Break it: ranks whose data sets have the same length, but not the same samples or labels.
 
-python scripts/lessons/break_other_data.py
-
 DDP compares models, not data, so the run ends without an error. Two causes are common. The order of
 a set of strings differs from process to process, and so do class numbers that follow this order. A
 split without a seed also differs. Then one rank trains on samples that another rank tests.

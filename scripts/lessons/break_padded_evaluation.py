@@ -1,7 +1,5 @@
 """Break it: five ways to get a wrong accuracy out of several ranks, and the right one.
 
-python scripts/lessons/break_padded_evaluation.py
-
 DistributedSampler repeats samples to make the shares equal. One rank's accuracy is not that of all
 ranks. A mean of accuracies is wrong if the shares differ in size.
 
@@ -13,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _lesson import first_line, start, values
+from _lesson import error_of, start, values
 from torch.utils.data import DistributedSampler
 
 WORLD_SIZE, SAMPLES = 4, 10
@@ -43,11 +41,7 @@ def work(rank: int, world_size: int) -> dict[str, Any]:
     average = torch.tensor(correct(own) / len(own))
     returned: Any = dist.all_reduce(average)  # works in place: the sum is in its argument
     found["mean of accuracies"] = own, float(average) / world_size
-    try:
-        found["assigned"] = str(returned / world_size)
-    except TypeError as error:
-        found["assigned"] = first_line(error)
-    return found
+    return found | {"assigned": error_of(lambda: returned / world_size)}
 
 
 def main() -> dict[str, bool]:

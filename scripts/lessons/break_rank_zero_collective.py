@@ -1,7 +1,5 @@
 """Break it: a collective under `if rank == 0`, which the other ranks never call.
 
-python scripts/lessons/break_rank_zero_collective.py
-
 It prints what each rank's sums are, and how the wait ends.
 """
 

@@ -1,7 +1,5 @@
 """Break it: one seed on all ranks, and all draw the same augmentation and the same dropout.
 
-python scripts/lessons/break_same_random.py
-
 Asked in facebookresearch/detr#297 and huggingface/transformers#37932.
 
 It prints what each rank draws, with one seed and with a seed for each rank.

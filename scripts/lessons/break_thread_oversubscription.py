@@ -1,7 +1,5 @@
 """Break it: each process starts as many threads as there are cores, and all become slow.
 
-python scripts/lessons/break_thread_oversubscription.py
-
 It prints the images per second of the same work with a fair share of threads and with too many.
 """
 

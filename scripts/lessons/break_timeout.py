@@ -1,7 +1,5 @@
 """Break it: one rank comes after the timeout of the others. What names the late rank?
 
-python scripts/lessons/break_timeout.py
-
 It prints what each rank raises, and how long it waited.
 """
 

@@ -1,7 +1,5 @@
 """Break it: two forwards of a DDP model before the backward, as a GAN or a siamese network does.
 
-python scripts/lessons/break_two_forwards.py
-
 Asked in pytorch/pytorch#22095 and pytorch/pytorch#62474.
 
 It prints the gradients of both ranks for each order of forwards and backwards.

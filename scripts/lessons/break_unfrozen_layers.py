@@ -1,7 +1,5 @@
 """Break it: layers that were frozen are trained, but DDP was wrapped while they were frozen.
 
-python scripts/lessons/break_unfrozen_layers.py
-
 It prints how far the ranks' weights are apart after three steps, without and with a new wrapper.
 """
 

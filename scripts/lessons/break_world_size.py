@@ -1,7 +1,5 @@
 """Break it: a world size, a rank or a port that does not fit, and which process reports it.
 
-python scripts/lessons/break_world_size.py
-
 It prints what each process says to each mistake.
 """
 

@@ -1,7 +1,5 @@
 """When DDP sends gradients: bucket by bucket, while the backward computes the others.
 
-python scripts/lessons/bucket_overlap.py
-
 It prints in which order gradients come and buckets leave, and the bytes of each bucket.
 """
 

@@ -1,7 +1,5 @@
 """nn.DataParallel in its four steps, by hand: their cost, and where the gradients are summed.
 
-python scripts/lessons/data_parallel_by_hand.py
-
 A loss that forward computes: asked in Lightning-AI/pytorch-lightning#249 and huggingface/trl#7018.
 
 It prints the time of each step, and where the gradients are before and after it.

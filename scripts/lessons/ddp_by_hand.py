@@ -1,7 +1,5 @@
 """DistributedDataParallel in four steps, by hand, each timed beside the real one.
 
-python scripts/lessons/ddp_by_hand.py
-
 Each step averages the gradients of all ranks. The first step does so after the backward, gradient
 by gradient. The second one sends all gradients in one buffer, also after the backward. The third
 and the fourth step send while the backward computes other gradients. The third sends each gradient

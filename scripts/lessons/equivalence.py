@@ -1,7 +1,5 @@
 """One global batch on one device, with DP and with DDP: equal updates, and what changes them.
 
-python scripts/lessons/equivalence.py
-
 It prints how far the weights of each technique are from those of one device.
 """
 

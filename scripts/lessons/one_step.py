@@ -1,7 +1,5 @@
 """One step by hand and by PyTorch: eight samples on two devices, with DataParallel and with DDP.
 
-python scripts/lessons/one_step.py
-
 docs/concepts.md follows these numbers.
 
 It prints the gradient of each share, the joined gradient and the new weight.

@@ -1,7 +1,5 @@
 """Ring all-reduce by hand: each rank gets the sum, and exchanges data with two neighbours only.
 
-python scripts/lessons/ring_all_reduce.py
-
 It prints what each rank holds after each step, and the bytes that it has sent.
 """
 

@@ -1,7 +1,5 @@
 """Where DDP communicates: the collectives of each phase, as the profiler sees them.
 
-python scripts/lessons/sync_points.py
-
 It prints the collectives of the constructor, the forward, the backward and the optimizer.
 """
 

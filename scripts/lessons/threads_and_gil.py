@@ -1,7 +1,5 @@
 """Threads, processes and the GIL: which calls let other threads of a process run.
 
-python scripts/lessons/threads_and_gil.py
-
 It prints the seconds of two calls one after the other, in threads and in processes.
 """
 

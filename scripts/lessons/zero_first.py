@@ -1,7 +1,5 @@
 """Which process prepares the data: the first of each node, the first of all, or the lock's holder.
 
-python scripts/lessons/zero_first.py
-
 Four processes play two nodes. A disk is a folder: one for each node, or one that both share.
 
 It prints how many processes prepare the data in each case, and which of them fail.

@@ -135,6 +135,16 @@ def confusion_matrix(labels: Tensor, predictions: Tensor) -> Tensor:
     return cells.bincount(minlength=classes**2).view(classes, classes)
 
 
+def new_figures() -> dict[str, Any]:
+    """Return two empty figures of matplotlib. Raise if it is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("no pictures: pip install matplotlib") from None
+    sizes = {"confusion_matrix": (6, 6), "mistakes": (9, 8)}
+    return {name: Figure(figsize=size, layout="constrained") for name, size in sizes.items()}
+
+
 def draw_confusion(figure: Any, matrix: Tensor) -> None:
     """Draw a confusion matrix into a figure of matplotlib.
 
@@ -147,8 +157,7 @@ def draw_confusion(figure: Any, matrix: Tensor) -> None:
     axis.set(xlabel="prediction", ylabel="label")
     if len(matrix) > MAX_NAMED:
         return
-    axis.set_xticks(range(len(matrix)))
-    axis.set_yticks(range(len(matrix)))
+    axis.set(xticks=range(len(matrix)), yticks=range(len(matrix)))
     for row, column in matrix.nonzero().tolist():
         colour = "white" if row == column else "black"
         number = str(int(matrix[row, column]))
@@ -191,7 +200,7 @@ def run_test(trained: Trained) -> None:
         return
     outputs, labels = (torch.cat(parts) for parts in zip(*found, strict=True))
     try:
-        figures = {"confusion_matrix": trial.new_figure(6, 6), "mistakes": trial.new_figure(9, 8)}
+        figures = new_figures()
     except UserError as error:  # the score is useful without them
         print(error, file=sys.stderr)
         return
@@ -199,7 +208,7 @@ def run_test(trained: Trained) -> None:
     if data.read_batch(trained.test_set, [0])[0].ndim > 2:  # not rows of numbers
         draw_mistakes(figures["mistakes"], trained.test_set, labels, outputs)
     for name, figure in figures.items():
-        trial.save_figure(figure, trained.folder / f"{name}.png")
+        figure.savefig(trained.folder / f"{name}.png", dpi=120)
     print(f"pictures in {trained.folder}/confusion_matrix.png and mistakes.png")
     if trained.flags:  # a run directory, not a lone checkpoint
         from torch.utils.tensorboard import SummaryWriter  # a second to import

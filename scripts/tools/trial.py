@@ -1,4 +1,4 @@
-"""What the tools share: runs of the training scripts within a time limit, charts, the machine."""
+"""What the tools share: runs of the training scripts within a time limit, and the machine."""
 
 import argparse
 import json
@@ -133,8 +133,7 @@ def build_commands(
 def _end(process: "subprocess.Popen[bytes]") -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
+            os.killpg(process.pid, number)  # also a process that ends now still has its number
             with suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_SECONDS)
 
@@ -190,25 +189,6 @@ def is_interrupted(measure: Callable[..., None], *args: Any) -> bool:
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Return median, min and max."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def new_figure(width: float, height: float) -> Any:
-    """Return a figure of matplotlib, which needs no display. Raise if it is not installed."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("no chart: pip install matplotlib") from None
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def save_figure(figure: Any, path: Path) -> None:
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:  # ValueError: an unknown ending
-        raise UserError(f"cannot write {path}: {error}") from error
 
 
 def describe_machine() -> dict[str, Any]:
