@@ -20,7 +20,7 @@ rank 0 finds a checkpoint. clock: a step takes a second, the first one a hundred
 weights are of that type, and each rank prints their checksum, its last seed and the outputs' type.
 exact: a minimal script without batch normalisation, in float64, and with the images in the order of
 ``DistributedSampler``. TASKS: data, a network and a task of a user's own, as the README has a user
-edit the project.
+edit the project. ALTER_KILL is a signal that comes beside.
 """
 
 import ctypes
@@ -93,8 +93,9 @@ def go_wrong(when):
         os._exit(0)
     if HOW == "nan":
         nn.functional.cross_entropy = lambda *a, **k: cross_entropy(*a, **k) * float("nan")
-    if HOW.startswith("SIG"):
-        number, seconds = getattr(signal, HOW), float(os.environ.get("ALTER_DELAY", 0))
+    how = os.environ.get("ALTER_KILL", HOW)
+    if how.startswith("SIG"):
+        number, seconds = getattr(signal, how), float(os.environ.get("ALTER_DELAY", 0))
         if not seconds:
             return os.kill(os.getpid(), number)
         timers.append(threading.Timer(seconds, os.kill, (os.getpid(), number)))

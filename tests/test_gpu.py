@@ -135,17 +135,6 @@ def test_data_on_the_device_trains_the_same_and_takes_its_memory(synthetic_dir, 
     assert found[1]["test_accuracy"] == pytest.approx(found[0]["test_accuracy"], abs=0.02)
 
 
-@pytest.mark.gpu
-def test_a_run_goes_from_cpu_to_gpu_and_back(synthetic_dir, tmp_path):
-    for i, kind in enumerate(("cpu", "cuda", "cpu"), start=1):
-        extra = ["--model", "mlp", "--device", kind, "--max-steps", 10 * i, "--amp", "fp16"]
-        words = flags(synthetic_dir, tmp_path / "run", *extra, *(["--resume"] if i > 1 else []))
-        succeed(run(*script("train_single.py", *words)))
-        facts = summary(tmp_path / "run")
-        assert (facts["device"], facts["global_step"]) == (kind, 10 * i)
-        assert facts["resumed_from"] == (10 * (i - 1) or None)
-
-
 def train_20(technique, devices, model, folder, data_dir, *extra, dtype="float64"):
     """Train 20 steps without what would enlarge a rounding, and return the weights."""
     extra = ["--max-steps", 20, *extra]
@@ -227,13 +216,16 @@ def test_sync_bn_normalises_over_the_batch_of_both(synthetic_dir, tmp_path):
 
 
 @pytest.mark.gpu(2)
-def test_any_script_resumes_any_other_on_gpus(synthetic_dir, tmp_path):
-    chain = ["single", "gpus", "spawn", "gpus", "single", "spawn", "single"]
+def test_any_script_resumes_any_other_from_cpu_to_gpus_and_back(synthetic_dir, tmp_path):
+    chain = ["cpu", "single", "gpus", "spawn", "gpus", "single", "spawn", "single", "cpu"]
+    where = {"cpu": ["--device", "cpu"], "single": ["--devices", 0]}
     for i, technique in enumerate(chain):
         extra = ["--model", "mlp", "--max-steps", 10 * (i + 1), *(["--resume"] if i else [])]
-        extra += ["--devices", "0" if technique == "single" else "0,1"]
-        succeed(run(*command(technique, 2, *flags(synthetic_dir, tmp_path / "run", *extra))))
+        extra += ["--amp", "fp16", *where.get(technique, ["--devices", "0,1"])]
+        words = flags(synthetic_dir, tmp_path / "run", *extra)
+        succeed(run(*command(technique.replace("cpu", "single"), 2, *words)))
         facts = summary(tmp_path / "run")
+        assert facts["device"] == ("cpu" if technique == "cpu" else "cuda")
         assert (facts["global_step"], facts["resumed_from"]) == (10 * (i + 1), 10 * i or None)
         assert facts["test_count"] == 10_000
 

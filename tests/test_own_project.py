@@ -3,16 +3,13 @@
 The README's own edits run in tests/test_commands.py; these are what others may bring.
 """
 
-import os
-import signal
 import sys
-import time
 
 import pytest
 import torch
 from PIL import Image
 
-from tests.processes import ALTERED, ROOT, finish, run, start, succeed, summary
+from tests.processes import ALTERED, ROOT, run, succeed, summary
 
 COMPARE = ROOT / "scripts/tools/compare.py"
 TECHNIQUES = ("single", "dp", "ddp")
@@ -23,16 +20,14 @@ TASKS = {  # flags of train_ddp.py
 }
 
 
-def command(technique, folder, *flags):
+def train(technique, own, folder, *flags, **variables):
+    """Train a task of tests/altered.py on two devices, at a global batch of 24."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
     common = ["--model", "mine", "--dataset", "mine", "--threads", 1, "--no-progress"]
     size = 24 if technique == "single" else 12
     script = [ALTERED, f"train_{technique}.py", "--batch-size", size, "--run-dir", folder]
-    return [sys.executable, *(launcher if technique == "ddp" else []), *script, *common, *flags]
-
-
-def train(technique, own, folder, *flags):
-    return run(*command(technique, folder, *flags), ALTER=own)
+    command = [*(launcher if technique == "ddp" else []), *script, *common, *flags]
+    return run(sys.executable, *command, ALTER=own, **variables)
 
 
 @pytest.mark.slow
@@ -88,14 +83,9 @@ def test_a_folder_of_images_gives_equal_weights_in_all_three_and_after_a_kill(tm
             weights_of(tmp_path / technique), weights_of(tmp_path / "single")
         )
     cut = tmp_path / "cut"
-    process = start(*command("ddp", cut, *flags), ALTER="folder")
-    while not (cut / "checkpoints" / "last.pt").exists() and process.poll() is None:
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    finish(process, 20)
-    assert not (cut / "summary.json").exists()
+    assert train("ddp", "folder", cut, *flags, ALTER_KILL="SIGKILL", ALTER_AT="25").returncode == 1
     succeed(train("ddp", "folder", cut, *flags, "--resume"))
-    assert summary(cut)["resumed_from"] > 0
+    assert summary(cut)["resumed_from"] == 21
     assert summary(cut)["weights_sha256"] == summary(tmp_path / "ddp")["weights_sha256"]
 
 
