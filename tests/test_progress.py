@@ -69,7 +69,6 @@ def test_a_limit_of_steps_that_lies_behind_ends_the_run():
     train(before)
     after = resumed(before, 105, 10, 1, 3)
     assert after.is_finished
-    assert after.is_at_max_steps
 
 
 def test_an_epoch_without_a_batch_of_the_new_size_is_left_once_it_is_evaluated():

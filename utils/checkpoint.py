@@ -41,8 +41,7 @@ class Checkpointer:
     extra: dict[str, Any]
 
     def __post_init__(self) -> None:
-        own = {"optimizer": type(self.optimizer).__name__, "extra": [*self.extra]}
-        self.identity = self.identity | own
+        self.identity |= {"optimizer": type(self.optimizer).__name__, "extra": [*self.extra]}
         # A buffer may be infinite on purpose, as a causal mask is.
         state = self.model.state_dict().items()
         self.finite = [name for name, v in state if isinstance(v, Tensor) and _is_finite(v)]
@@ -127,13 +126,11 @@ class Checkpointer:
 
     def _read_newest(self) -> dict[str, Any] | None:
         damage = ""
-        for path in (self.folder / "last.pt", self.folder / "previous.pt"):
-            if not path.exists():
-                continue
+        for path in filter(Path.exists, (self.folder / "last.pt", self.folder / "previous.pt")):
             try:
                 state = read_checkpoint(path)
             except DamagedFile as error:
-                damage += f"{error}; "
+                self.is_damaged, damage = True, f"{damage}{error}; "
                 continue
             for key, ours in self.identity.items():
                 if (theirs := state["identity"].get(key)) != ours:
@@ -142,9 +139,7 @@ class Checkpointer:
                         " same, or another --run-dir"
                     )
             if damage:
-                self.is_damaged = True
-                kept = "The next save keeps it as damaged.pt"
-                print(f"warning: {damage}continuing from {path}. {kept}", file=sys.stderr)
+                print(f"warning: {damage}continuing from {path}", file=sys.stderr)
             return state
         if damage:
             raise CheckpointError(f"no whole checkpoint: {damage}begin anew in another --run-dir")

@@ -16,7 +16,9 @@ Child processes inherit the variable. A user's own setting of either variable wi
 
 import os
 import signal
+import time
 
+STARTED = time.perf_counter()
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 

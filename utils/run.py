@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -42,6 +43,7 @@ class Job(Protocol):
     def explain(self, error: Exception, step: int | None = None) -> Exception: ...
 
 
+@dataclass
 class Run:
     """Folder, checkpoints, position, reports and stop of a run: a context manager.
 
@@ -71,30 +73,22 @@ class Run:
         exit_status: of the script.
     """
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        device: torch.device,
-        sampler: data.EpochSampler,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler,
-        rank: int = 0,
-        job: Job | None = None,
-        extra: dict[str, Any] | None = None,
-    ) -> None:
-        self.args, self.device, self.sampler, self.model = args, device, sampler, model
-        self.optimizer, self.scaler, self.job = optimizer, scaler, job
-        self.rank, self.is_main, self.extra = rank, rank == 0, extra or {}
-        self.progress = Progress(
-            len(sampler.dataset),  # type: ignore[arg-type]
-            sampler.global_batch_size,
-            args.epochs,
-            args.max_steps,
-        )
-        self.metrics = Metrics(device)
-        self.signal = 0
-        self._agree = distributed.AgreedMax()
+    args: argparse.Namespace
+    device: torch.device
+    sampler: data.EpochSampler
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    rank: int = 0
+    job: Job | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.is_main, self.signal = self.rank == 0, 0
+        self.metrics, self._agree = Metrics(self.device), distributed.AgreedMax()
+        args, sampler = self.args, self.sampler
+        size: int = len(sampler.dataset)  # type: ignore[arg-type]
+        self.progress = Progress(size, sampler.global_batch_size, args.epochs, args.max_steps)
 
     @property
     def exit_status(self) -> int:
@@ -119,11 +113,10 @@ class Run:
         if before:
             self._checkpointer.restore(progress)
         self.facts = self._collect_facts()
-        size = {"global_batch_size": progress.global_batch_size, "images": progress.images}
-        size["peak_rate"] = round(self.facts["lr"], 9)
-        note = compare(before, flags, size)
+        launch["global_batch_size"] = progress.global_batch_size
+        note = compare(before, flags | launch)
         if before.get("state") == "complete" and progress.is_finished:
-            advice = "; ".join(filter(None, ("raise --epochs or --max-steps", note)))
+            advice = "raise --epochs or --max-steps" + f"; {note}" * bool(note)
             raise Complete(f"{self.folder} is complete: nothing to resume ({advice})")
         # The profiled steps take longer, so images/s leaves them out.
         untimed_steps = LAST_STEP if args.profile else WARMUP_STEPS
@@ -132,12 +125,12 @@ class Run:
         if args.profile:
             self._profiler = StepProfiler(self.folder, self.device, self.rank)
         self._logger = Logger(self.folder, progress, self.is_main, args.tensorboard, args.progress)
-        self._status = Status(self.folder, launch | size, progress)
+        self._status = Status(self.folder, launch, progress)
         if self.is_main:
             write_json(self.folder / "args.json", flags)
-            # Last of what may fail here, where ``__exit__`` would not say that it did.
-            self._status.saved()
             signals.before_end(self._write_failed)
+        # Last of what may fail here, where ``__exit__`` would not say that it did.
+        self._status.saved()
         self._logger.header(self.facts, note)
         return self
 
@@ -177,8 +170,7 @@ class Run:
                 if micro_step % accum_steps == 0:
                     if self.signal or not self.progress.has_step_left:
                         break
-                    samples = self.progress.samples_seen
-                    seed_step(self.device, self.args.seed, self.rank, samples)
+                    seed_step(self.device, self.args.seed, self.rank, self.progress.samples_seen)
                 yield batch
             if not self.signal:  # one that came in the last step stops before the evaluation
                 self._agree_and_save(False)
@@ -201,7 +193,7 @@ class Run:
         """Count an optimizer step, log it, agree on a stop, and save if it is time. Collective.
 
         Raises:
-            NonFiniteLoss: the training diverged.
+            Diverged: the loss is not finite.
         """
         progress, args = self.progress, self.args
         progress.step()
@@ -221,13 +213,10 @@ class Run:
         self.signal = self._agree(signals.received())
         if self.signal or is_due:
             with self._throughput.paused():
-                self._save_sums()
-
-    def _save_sums(self) -> None:
-        """Save within an epoch, with the sums of its metrics over all ranks."""
-        sums = distributed.sum_over_ranks(self.metrics.sums).tolist()
-        self.progress.train_sums = dict(zip(self.metrics.names, sums, strict=False))
-        self._save()
+                # The epoch goes on, so the sums of this rank stay what they are.
+                sums = distributed.sum_over_ranks(self.metrics.sums).tolist()
+                self.progress.train_sums = dict(zip(self.metrics.names, sums, strict=False))
+                self._save()
 
     def end_epoch(self, test: Metrics) -> None:
         """Divide the epoch's sums by their counts, report them, and save. Collective.
@@ -275,15 +264,13 @@ class Run:
 
     def _save(self) -> None:
         self._checkpointer.save(self.progress)
-        if self.is_main:
-            self._status.saved()
+        self._status.saved()
 
     def _finish(self) -> None:
         """Write that the run was stopped, or its summary. Collective."""
         if self.signal:
             name = signal.Signals(self.signal).name
-            if self.is_main:
-                self._status.write("stopped", signal=name)
+            self._status.write("stopped", signal=name)
             self._logger.say(
                 f"stopped by {name} at step {self.progress.global_step}; continue with:"
                 f" {self._status.how_to_continue()}"
@@ -334,6 +321,5 @@ class Run:
 
     def _write_failed(self, error: BaseException) -> None:
         concerned = {"ranks": error.ranks} if hasattr(error, "ranks") else {}
-        if self.is_main:
-            with suppress(OSError):  # a full disk, the likeliest failure, leaves no room
-                self._status.write("failed", reason=describe(error), **concerned)
+        with suppress(OSError):  # a full disk, the likeliest failure, leaves no room
+            self._status.write("failed", reason=describe(error), **concerned)

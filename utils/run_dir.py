@@ -68,9 +68,8 @@ def open_run(
     Raises:
         UsageError: the folder holds another run, is in use, or cannot be written.
     """
-    folder = Path(path) if path else None
     try:
-        folder = folder or _find(resume, launch, flags)
+        folder = Path(path) if path else _find(resume, launch, flags)
         folder.mkdir(parents=True, exist_ok=True)
         if resume and "technique" not in read_status(folder):
             _check_begin(folder)
@@ -79,7 +78,7 @@ def open_run(
     except Locked as holder:
         raise UsageError(f"{folder} is in use by {holder}: take another --run-dir") from None
     except OSError as error:
-        where = folder or ROOT
+        where = path or ROOT
         raise UsageError(f"--run-dir {where} cannot be written ({error.strerror})") from error
     if status and not resume:
         # Nobody holds its lock, so a run that says it is running was killed.
@@ -144,31 +143,27 @@ def read_status(folder: Path) -> dict[str, Any]:
     return {"state": "unknown"} | _read(path) if is_run else {}
 
 
-def compare(before: dict[str, Any], flags: dict[str, Any], size: dict[str, Any]) -> str:
+def compare(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Return what a person should know who resumes: what is other than before.
 
     Args:
         before: as ``open_run`` returns it.
-        flags: of this command.
-        size: what follows from the flags and the number of devices, as ``Status`` records it.
+        now: the flags of this command, and what ``Status`` records of it.
     """
-    now = {name: value for name, value in flags.items() if name not in OF_ONE_HOST.split()} | size
-    changed = [k for k in now if before.get(k, now[k]) != now[k] and k != "init_weights"]
-    names = {k: "--" * (k in flags) + k.replace("_", "-") for k in changed}
-    notes = [f"{names[k]} {now[k]}, was {before[k]}" for k in changed]
-    if before.get("images", 0) > size["images"]:
-        notes.append("the run ends sooner")
+    own = {"init_weights", "agents", "launch_id", *OF_ONE_HOST.split()}  # of a command or a host
+    changed = {k: v for k, v in now.items() if k not in own and before.get(k, v) != v}
+    notes = [f"{k.replace('_', '-')} {v}, was {before[k]}" for k, v in changed.items()]
     if NOT_SAVED in before.get("reason", ""):
         notes.append("it has diverged: if the loss stays high, put previous.pt in place of last.pt")
     return "; ".join(notes)
 
 
 class Status:
-    """The file ``status.json`` of a run.
+    """The file ``status.json`` of a run, which rank 0 alone writes.
 
     Args:
         folder: the run directory.
-        record: what stays the same: the technique, the launch, the global batch and the peak rate.
+        record: what stays the same: the launch, as ``identify_launch`` knows it, and the batch.
         progress: where the run is.
     """
 
@@ -185,7 +180,8 @@ class Status:
         status = {"state": state, **details, **self.record, **self.position}
         if state != "complete":
             status["continue"] = self.how_to_continue()
-        write_json(self.folder / "status.json", status)
+        if distributed.rank() == 0:
+            write_json(self.folder / "status.json", status)
 
     def how_to_continue(self) -> str:
         """Return the command that continues this run, or words where only its launcher knows it."""

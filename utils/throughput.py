@@ -1,13 +1,12 @@
 """How long training takes, and how many images it processes in a second."""
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
+from utils import early
 from utils.device import synchronize
 
 WARMUP_STEPS = 5  # left out of images/s: caches fill, cuDNN and DDP's buckets settle
@@ -27,9 +26,7 @@ class Throughput:
         epoch_start: ``time.perf_counter`` at the start of the epoch.
     """
 
-    def __init__(
-        self, device: torch.device, global_batch_size: int, untimed_steps: int = WARMUP_STEPS
-    ) -> None:
+    def __init__(self, device: torch.device, global_batch_size: int, untimed_steps: int) -> None:
         self.device = device
         self.global_batch_size = global_batch_size
         self.untimed_steps = untimed_steps
@@ -69,19 +66,10 @@ class Throughput:
 
     def images_per_second(self) -> float | None:
         """Return the speed over all devices since the warm-up steps, or None before their end."""
-        if not self._timed_seconds:
-            return None
-        timed_steps = self._steps - self.untimed_steps
-        return timed_steps * self.global_batch_size / self._timed_seconds
+        images = (self._steps - self.untimed_steps) * self.global_batch_size
+        return images / self._timed_seconds if self._timed_seconds else None
 
 
 def seconds_since_start() -> float:
-    """Return the age of this process in seconds, including the start of the interpreter."""
-    with contextlib.suppress(OSError):
-        # Field 22 of proc(5)'s stat, counted from behind the command's closing bracket.
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return time.perf_counter() - _IMPORTED
-
-
-_IMPORTED = time.perf_counter()
+    """Return the age of this process in seconds, but for the start of the interpreter."""
+    return time.perf_counter() - early.STARTED
