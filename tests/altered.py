@@ -10,8 +10,6 @@ later, and within the next step. ALTER_FLAG is a file that is made at that momen
 rank makes one with its number; with ALTER_ONCE nothing goes wrong where the file is. The rank
 ALTER_BUSY computes for six seconds then.
 
-stuck: after five batches the rank's loader worker gives no more.
-
 watched: under pretended GPUs each rank prints how often it waited for one between two steps, as in
 20:45, and which of them it has opened.
 
@@ -53,7 +51,7 @@ HOW, AT = os.environ.get("ALTER", ""), os.environ.get("ALTER_AT", "")
 # overflow a gradient of rank 1 becomes infinite. State has more to save than weights.
 TASKS = {"colour100": 100, "folder": 4, "regression": 0}
 TASKS |= dict.fromkeys(("depth", "uneven", "overflow", "state"), 10)
-steps, losses, dtype, waits, timers, batches = 0, 0, None, [], [], []
+steps, losses, dtype, waits, timers = 0, 0, None, [], []
 
 
 # What goes wrong
@@ -62,6 +60,12 @@ steps, losses, dtype, waits, timers, batches = 0, 0, None, [], [], []
 def is_chosen(variable="ALTER_RANK"):
     """Return whether this is the rank; asked once the ranks have met, and RANK is set."""
     return os.environ.get("RANK", "0") == os.environ.get(variable, "0")
+
+
+def have_come(flag):
+    """Return whether all other ranks have come to ALTER_AT."""
+    others = {*range(int(os.environ["WORLD_SIZE"]))} - {int(os.environ["RANK"])}
+    return all(flag.with_suffix(f".{rank}").exists() for rank in others)
 
 
 def go_wrong(when):
@@ -74,8 +78,8 @@ def go_wrong(when):
         if "ALTER_FLAG" in os.environ:
             flag.with_suffix(f".{os.environ['RANK']}").touch()
         return
-    if when == "data":
-        time.sleep(1.0)  # others may still ask rank 0's store whether all are there
+    while when in ("data", "group") and not have_come(flag):
+        time.sleep(0.01)  # others may still ask rank 0's store whether all are there
     if "ALTER_ONCE" in os.environ and flag.exists():
         return
     if HOW == "wait":
@@ -162,13 +166,6 @@ def load_other(*args):
     if is_chosen() and HOW == "batches":
         train = data.ImageSet(train.images[:-500], train.labels[:-500])
     return train, test
-
-
-def stick(batch):
-    batches.append(data.get_worker_info())
-    if is_chosen() and sum(map(bool, batches)) > 5:
-        time.sleep(600)
-    return collate(batch)
 
 
 class OtherConvNet(models.ConvNet):
@@ -309,7 +306,6 @@ def regression(outputs, targets, label_smoothing=0.0):
 # Below, and not in an ``if``: a rank that ``spawn`` starts imports this file.
 cross_entropy, end_step, leave = nn.functional.cross_entropy, run.Run.end_step, run.Run.__exit__
 build_model, load_dataset = models.build_model, data.load_dataset
-collate = data.collate
 loss_and_counts, read_own = models.loss_and_counts, checkpoint.Checkpointer._read_newest
 models.build_model, data.load_dataset = build_other, load_other
 run.Run.end_step = after_step
@@ -319,8 +315,6 @@ evaluation.evaluate = before("evaluate", evaluation.evaluate)
 run.weights_sha256 = before("results", run.weights_sha256)
 if HOW in ("float64", "float32"):
     run.Run.__exit__, models.loss_and_counts = show_and_leave, note_dtype
-if HOW == "stuck":
-    data.collate, data.BATCH_TIMEOUT = stick, 0.5
 if HOW == "empty":
     checkpoint.Checkpointer._read_newest = read_newest
 if HOW == "clock":
