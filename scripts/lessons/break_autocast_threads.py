@@ -57,9 +57,7 @@ def main() -> dict[str, bool]:
         "a thread that opens autocast without a dtype gets the default of the device": (
             (caller, broken) == (torch.float16, torch.bfloat16)
         ),
-        "for CUDA the default is float16, although the caller asked for bfloat16": (
-            cuda == torch.float16
-        ),
+        "for CUDA the default is float16, although bfloat16 was asked for": cuda == torch.float16,
         "cure: open autocast, with its dtype, in the model's forward": cured == torch.float16,
         "cure: set the dtype in the thread, before the forward": hooked == torch.float16,
     }

@@ -48,9 +48,7 @@ def main() -> dict[str, bool]:
         "the ranks have equal weights, and answer differently": (
             torch.equal(first["weight"], second["weight"]) and apart["before"] > 0
         ),
-        "cure: broadcast rank 0's buffers before an evaluation, and all ranks answer alike": (
-            apart["after"] == 0
-        ),
+        "cure: after a broadcast of rank 0's buffers all ranks answer alike": apart["after"] == 0,
     }
 
 

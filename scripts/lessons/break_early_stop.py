@@ -1,8 +1,7 @@
 """Break it: each rank stops early on its own validation loss, and they stop at different epochs.
 
-Asked in Lightning-AI/pytorch-lightning#379 and pytorch/pytorch#134920.
-
-It prints the epoch at which each rank stops, and how the others end.
+It prints the epoch at which each rank stops, and how the others end. Asked in
+Lightning-AI/pytorch-lightning#379 and pytorch/pytorch#134920.
 """
 
 import torch

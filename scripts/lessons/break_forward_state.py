@@ -1,8 +1,7 @@
 """Break it: a model's forward changes some state, which is lost with DataParallel's replicas.
 
-The documentation of torch.nn.DataParallel warns of this.
-
-It prints what a counter in the model says after some steps of DP and of DDP.
+It prints what a counter in the model says after some steps of DP and of DDP. The documentation of
+torch.nn.DataParallel warns of this.
 """
 
 from typing import Any

@@ -1,8 +1,7 @@
 """Break it: a mean of means, when ranks or micro-batches have unequal numbers of tokens.
 
-Asked in huggingface/transformers#34242, pytorch/torchtitan#2206 and modelscope/ms-swift#10165.
-
-It prints each loss beside the right one, for ranks and for micro-batches.
+It prints each loss beside the right one, for ranks and for micro-batches. Asked in
+huggingface/transformers#34242, pytorch/torchtitan#2206 and modelscope/ms-swift#10165.
 """
 
 import torch

@@ -1,8 +1,7 @@
 """Break it: one seed on all ranks, and all draw the same augmentation and the same dropout.
 
-Asked in facebookresearch/detr#297 and huggingface/transformers#37932.
-
-It prints what each rank draws, with one seed and with a seed for each rank.
+It prints what each rank draws, with one seed and with a seed for each rank. Asked in
+facebookresearch/detr#297 and huggingface/transformers#37932.
 """
 
 import torch

@@ -1,8 +1,7 @@
 """Break it: two forwards of a DDP model before the backward, as a GAN or a siamese network does.
 
-Asked in pytorch/pytorch#22095 and pytorch/pytorch#62474.
-
-It prints the gradients of both ranks for each order of forwards and backwards.
+It prints the gradients of both ranks for each order of forwards and backwards. Asked in
+pytorch/pytorch#22095 and pytorch/pytorch#62474.
 """
 
 from typing import Any

@@ -63,12 +63,8 @@ def main() -> dict[str, bool]:
         "TORCH_DISTRIBUTED_DEBUG=INFO adds their names": (
             "spare.weight" in named[1] and "spare.weight" not in unused[1]
         ),
-        "cure: use the parameters, or freeze them before DDP wraps the model": (
-            used == frozen == (True, "")
-        ),
-        "cure: find_unused_parameters=True, which searches the graph in every forward": (
-            found == (True, "")
-        ),
+        "cure: use the parameters, or freeze them before wrapping": used == frozen == (True, ""),
+        "cure: find_unused_parameters=True, which searches every graph": found == (True, ""),
     }
 
 

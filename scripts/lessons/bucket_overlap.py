@@ -68,9 +68,7 @@ def main() -> dict[str, bool]:
         "the gradients come from the last layer to the first; one bucket for all is sent when the "
         "backward has nothing left to compute": large
         == ["layer 3", "layer 2", "layer 1", "send 0"],
-        "the first backward sends one bucket of all gradients, after all of them": (
-            first[-1] == "send 0"
-        ),
+        "the first backward sends one bucket of all gradients, at its end": first[-1] == "send 0",
         "later a bucket is sent as soon as it is full, before the gradients of the earlier layers "
         "exist": small.index("send 0") < small.index("layer 1"),
         "by default the first bucket closes at 1 MiB, and the next takes far more": (

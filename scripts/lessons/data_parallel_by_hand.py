@@ -1,8 +1,7 @@
 """nn.DataParallel in its four steps, by hand: their cost, and where the gradients are summed.
 
-A loss that forward computes: asked in Lightning-AI/pytorch-lightning#249 and huggingface/trl#7018.
-
-It prints the time of each step, and where the gradients are before and after it.
+It prints the time of each step, and where the gradients are before and after it. A loss that
+forward computes: asked in Lightning-AI/pytorch-lightning#249 and huggingface/trl#7018.
 """
 
 import copy
@@ -106,12 +105,8 @@ def main() -> dict[str, bool]:
         "they are a sum of the shares' gradients, not a mean, because each share's loss is divided "
         "by the size of the whole batch": torch.allclose(gradients(model), summed, atol=1e-12),
         "with fewer samples than devices some devices have no work": len(three) == 3,
-        "a loss that forward computes is gathered as a vector, one for each replica": (
-            shares.shape == (4,)
-        ),
-        "its mean weights the last sample like three others": (
-            abs((shares.mean() - loss).item()) > 1e-3
-        ),
+        "a loss that forward computes is gathered as a vector": shares.shape == (4,),
+        "its mean weights one sample like three others": abs((shares.mean() - loss).item()) > 1e-3,
         "cure: sums, divided by the size of the whole batch": torch.allclose(summed_loss, loss),
     }
 

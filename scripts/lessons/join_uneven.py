@@ -1,8 +1,7 @@
 """Ranks with unequal numbers of batches: the crash, and the cures (Join, or equal numbers).
 
-break_rank_zero_collective shows how the same mistake ends in a hang or in a wrong sum.
-
 It prints how the ranks end without Join, with it, and with equal numbers of batches.
+break_rank_zero_collective shows how the same mistake ends in a hang or in a wrong sum.
 """
 
 from contextlib import nullcontext

@@ -1,8 +1,7 @@
 """One step by hand and by PyTorch: eight samples on two devices, with DataParallel and with DDP.
 
-docs/concepts.md follows these numbers.
-
-It prints the gradient of each share, the joined gradient and the new weight.
+It prints the gradient of each share, the joined gradient and the new weight. docs/concepts.md
+follows these numbers.
 """
 
 import torch
@@ -86,15 +85,9 @@ def main() -> dict[str, bool]:
             single[1:] == dp[1:] == ddp[0][1:] == ddp[1][1:]
         ),
         "DataParallel sums the gradients of its shares": sum(own for _, own in dp[0]) == dp[1],
-        "DDP averages the gradients of its ranks": (
-            (ddp[0][0][0][1] + ddp[1][0][0][1]) / 2 == ddp[0][1]
-        ),
-        "with unequal shares the mean over ranks is not the mean over samples": (
-            abs(unequal[0][1] - single[1]) > 1
-        ),
-        "Adam hides a sum that should be a mean: both steps have one length": (
-            abs(first[single[1]] - first[total]) < 1e-6
-        ),
+        "DDP averages those of its ranks": (ddp[0][0][0][1] + ddp[1][0][0][1]) / 2 == ddp[0][1],
+        "with unequal shares the mean over ranks is wrong": abs(unequal[0][1] - single[1]) > 1,
+        "Adam hides a sum that should be a mean": abs(first[single[1]] - first[total]) < 1e-6,
     }
 
 

@@ -2,7 +2,7 @@
 
 Four processes play two nodes. A disk is a folder: one for each node, or one that both share.
 
-It prints how many processes prepare the data in each case, and which of them fail.
+It prints which processes prepare the data in each case, and where that is a race.
 """
 
 import fcntl
