@@ -68,20 +68,18 @@ class Ranks:
         new = range(len(self.processes), count)
         for rank in new:
             ours, theirs = Pipe()
-            process = subprocess.Popen(
-                [sys.executable, str(PROBE), str(theirs.fileno())],
-                env=kept | {"PYTHONHASHSEED": str(rank + 1), "CUDA_VISIBLE_DEVICES": ""},
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # a group to end with the process
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
-            theirs.close()
-            self.processes.append(process)
+            own = {"PYTHONHASHSEED": str(rank + 1), "CUDA_VISIBLE_DEVICES": ""}
+            # A session of its own, so that what it starts ends with it.
+            how = {"pass_fds": [theirs.fileno()], "start_new_session": True}
+            how |= {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "env": kept | own}
+            command = [sys.executable, str(PROBE), str(theirs.fileno())]
+            self.processes.append(subprocess.Popen(command, **how))  # type: ignore[call-overload]
             self.connections.append(ours)
+            theirs.close()
         for rank in new:
-            if not self.connections[rank].poll(180):
-                raise TimeoutError
+            if not self.connections[rank].poll(180) or self.processes[rank].poll() is not None:
+                print("could not run your script: the check's own ranks did not start: see above")
+                sys.exit(3)
             self.connections[rank].recv()
 
     def check(
@@ -102,17 +100,30 @@ class Ranks:
             module: the script's name as a module.
         """
         began, script, mode = time.monotonic(), script.resolve(), "torchrun"
+        folder = (folder or Path.cwd()).resolve()
+        home = _home(script, folder)
+        folder = folder if folder.is_relative_to(home) else script.parent
         tried = []
         while True:
             tried.append((ranks, mode))
-            job = Job(self, script, (folder or Path.cwd()).resolve(), ranks, nodes, mode, limit)
-            try:
-                report = job.run(arguments, module)
-            finally:
-                shutil.rmtree(job.root.parent, ignore_errors=True)
+            root = Path(tempfile.mkdtemp(dir=self.home), "code")
+            copy_code(home, root)
+            self.start(ranks)
+            request = {"root": str(root), "script": str(root / script.relative_to(home))}
+            request |= {"folder": str(root / folder.relative_to(home)), "module": module}
+            about: dict[str, Any] = {"nodes": nodes, "limit": limit}
+            about |= {"world": ranks, "mode": mode, "arguments": arguments}
+            for rank, connection in enumerate(self.connections[:ranks]):
+                connection.send({**request, **about, "rank": rank})
+            job = Job(self.connections[:ranks], limit)
+            if not job.follow():
+                self.stop()
+            report = {**job.report(root), **about, "script": script.name}
+            shutil.rmtree(root.parent, ignore_errors=True)
             again = [end for end in report["ends"].values() if end["how"] == "again"]
-            wanted = [(end["ranks"], end.get("mode", mode)) for end in again][:1]
+            wanted = [(end["ranks"], end["mode"]) for end in again][:1]
             if not wanted or wanted[0] in tried or not 2 <= wanted[0][0] <= MOST_RANKS:
+                report["polls"] = "while not os.path" in script.read_text(errors="replace")
                 return verdict.judge({**report, "seconds": time.monotonic() - began})
             ranks, mode = wanted[0]
 
@@ -120,55 +131,17 @@ class Ranks:
 class Job:
     """One run of a script: answer the ranks' collectives, and gather what they tell."""
 
-    def __init__(
-        self,
-        warm: Ranks,
-        script: Path,
-        folder: Path,
-        count: int,
-        nodes: int,
-        mode: str,
-        limit: float,
-    ) -> None:
-        self.warm, self.script, self.folder, self.count = warm, script, folder, count
-        self.nodes, self.mode, self.limit = nodes, mode, limit
-        self.root = Path(tempfile.mkdtemp(prefix="run", dir=warm.home), "code")
-        self.deadline = 0.0
+    def __init__(self, connections: list[Connection], limit: float) -> None:
+        self.connections, self.limit = connections, limit
+        self.deadline = time.monotonic() + limit
         self.waiting: dict[int, tuple[str, tuple[int, ...], dict[str, Any], str]] = {}
         self.ends: dict[int, dict[str, Any]] = {}
         self.events: list[dict[str, Any]] = []
         self.conflict: dict[str, Any] = {}
 
-    def run(self, arguments: list[str], module: str) -> dict[str, Any]:
-        """Run the script in a copy of its folder, and return what the ranks told."""
-        home, each = _home(self.script, self.folder), self.count // self.nodes
-        copy_code(home, self.root)
-        place = self.root / self.script.relative_to(home)
-        inner = self.folder.is_relative_to(home)
-        where = self.root / self.folder.relative_to(home) if inner else place.parent
-        self.warm.start(self.count)
-        self.deadline = time.monotonic() + self.limit
-        for rank in range(self.count):
-            given = {"RANK": rank, "WORLD_SIZE": self.count, "LOCAL_RANK": rank % each}
-            given |= {"LOCAL_WORLD_SIZE": each, "GROUP_RANK": rank // each, "MASTER_PORT": 29500}
-            given |= {"NODE_RANK": rank // each, "TORCHELASTIC_RESTART_COUNT": 0}
-            words = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "check"}
-            words |= {name: str(value) for name, value in given.items()}
-            request = {"root": str(self.root), "world": self.count, "nodes": self.nodes}
-            request |= {"rank": rank, "node": rank // each, "mode": self.mode, "module": module}
-            request |= {"script": str(place), "folder": str(where), "arguments": arguments}
-            words = {"TMPDIR": str(self.root)} | (words if self.mode == "torchrun" else {})
-            request |= {"environment": words, "limit": self.limit}
-            self.warm.connections[rank].send(request)
-        self.follow()
-        texts = [self._text(f".out{rank}")[-3000:] for rank in range(self.count)]
-        told = {key: vars(self)[key] for key in ("events", "ends", "conflict", "nodes", "limit")}
-        polls = "while not os.path" in self.script.read_text(errors="replace")
-        told |= {"script": self.script.name, "ranks": self.count, "polls": polls}
-        return {**told, "outputs": texts, "stands": self._stands()}
-
-    def follow(self) -> None:
-        left = dict(zip(self.warm.connections, range(self.count), strict=False))
+    def follow(self) -> bool:
+        """Return whether all ranks ended by themselves."""
+        left = {connection: rank for rank, connection in enumerate(self.connections)}
         while left:
             ready: list[Any] = wait(left, max(self.deadline - time.monotonic(), 0))
             for item in ready:
@@ -180,10 +153,10 @@ class Job:
                 if kind == "over":
                     del left[item]
             if not ready:
-                for rank in left.values():
-                    self.ends.setdefault(rank, {"how": "time"})
-                return self.warm.stop()
+                self.ends |= {rank: {"how": "time"} for rank in left.values()}
+                return False
             self._resolve()
+        return True
 
     def _read(self, rank: int, kind: str, what: Any) -> None:
         if kind == "call":
@@ -199,7 +172,7 @@ class Job:
         for rank in list(ranks):
             del self.waiting[rank]
             with contextlib.suppress(OSError):
-                self.warm.connections[rank].send(answer)
+                self.connections[rank].send(answer)
 
     def _resolve(self) -> None:
         """Let a collective begin for which all its ranks have come, or find why it never will."""
@@ -209,13 +182,13 @@ class Job:
             if rank not in self.waiting or not complete:
                 continue
             if name == "init_process_group" and all(call[0] == name for call in calls):
-                if sorted(call[2]["rank"] for call in calls) != list(range(self.count)):
+                if sorted(call[2]["rank"] for call in calls) != list(range(len(calls))):
                     return self._disagree("equal ranks")
             elif any(call[0] != name or call[2] != signature for call in calls):
                 return self._disagree("other collectives")
             late = time.monotonic() > self.deadline - 0.4 * self.limit
             self._answer(members, "cut" if late else "go")
-        if self.waiting and len(self.waiting.keys() | self.ends.keys()) == self.count:
+        if self.waiting and len(self.waiting.keys() | self.ends.keys()) == len(self.connections):
             if all(end["how"] == "ended" for end in self.ends.values()):
                 self._disagree("a rank stops alone" if self.ends else "other collectives")
             else:  # the others wait for a rank that failed, or that the check has ended itself
@@ -225,16 +198,19 @@ class Job:
         self.conflict = {"kind": kind, "calls": dict(self.waiting), "ended": list(self.ends)}
         self._answer(self.waiting, "stop")
 
-    def _text(self, name: str) -> str:
-        path = self.root / name
-        return path.read_text(errors="replace") if path.exists() else ""
+    def report(self, root: Path) -> dict[str, Any]:
+        """Return what the ranks told, and where they stood shortly before the end of their time."""
+        own, stands = re.compile(rf'File "{re.escape(str(root))}/([^"]+)", line (\d+)'), {}
+        for rank in sorted(rank for rank, end in self.ends.items() if end["how"] == "time"):
+            place = own.search(_text(root / f".stack{rank}"))
+            stands[rank] = ":".join(place.groups()) if place else "outside of its own files"
+        outputs = [_text(root / f".out{rank}")[-3000:] for rank in range(len(self.connections))]
+        told = {"events": self.events, "ends": self.ends, "conflict": self.conflict}
+        return {**told, "outputs": outputs, "stands": stands}
 
-    def _stands(self) -> dict[int, str]:
-        """Return where each rank stood shortly before the end of its time."""
-        own = re.compile(rf'File "{re.escape(str(self.root))}/([^"]+)", line (\d+)')
-        late = [rank for rank, end in sorted(self.ends.items()) if end["how"] == "time"]
-        found = {rank: own.search(self._text(f".stack{rank}")) for rank in late}
-        return {r: f"{m[1]}:{m[2]}" if m else "outside of its own files" for r, m in found.items()}
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def _home(script: Path, folder: Path) -> Path:
@@ -278,14 +254,9 @@ def main() -> int:
         parser.error(f"there is no file {script}")
     if not 2 <= args.ranks <= MOST_RANKS or args.nodes < 1 or args.ranks % args.nodes:
         parser.error(f"--ranks is 2 to {MOST_RANKS}, and a multiple of --nodes")
+    counts, module = (args.ranks, args.nodes, args.limit), args.script if args.m else ""
     with Ranks() as ranks:
-        try:
-            module = args.script if args.m else ""
-            own = {"limit": args.limit, "module": module}
-            found = ranks.check(script, args.arguments, args.ranks, args.nodes, **own)
-        except (TimeoutError, EOFError):
-            print("could not run your script: the check's own ranks did not start: see above")
-            return 3
+        found = ranks.check(script, args.arguments, *counts, module=module)
     print(json.dumps(found.as_dict(), indent=2) if args.json else found)
     return found.status
 

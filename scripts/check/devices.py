@@ -3,8 +3,10 @@
 Nothing here may be reported as a mistake of the script.
 """
 
+import contextlib
 import inspect
 import os
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -21,7 +23,7 @@ _current = 0
 def visible() -> list[str]:
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
-        return [str(index) for index in range(state.world // state.nodes)]
+        return [str(index) for index in range(state.each)]
     return [item.strip() for item in listed.split(",") if item.strip()]
 
 
@@ -43,7 +45,7 @@ def use(device: Any = None) -> int:
         return _current
     if index >= count:
         if state.nodes > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
-            record.tell_once("device by global rank", index, devices=count)
+            record.tell("device by global rank", what=index, devices=count)
         raise RuntimeError(f"CUDA error: invalid device ordinal ({index} of {count} pretended)")
     return index
 
@@ -55,24 +57,17 @@ def set_device(device: Any) -> None:
 
 def stream(*args: Any, **keywords: Any) -> MagicMock:
     """Return what stands for a stream, an event, or a block of either."""
-    stub = MagicMock()
-    stub.elapsed_time.return_value, stub.query.return_value = 1.0, True
-    stub.is_capturing.return_value = False
-    return stub
+    answers = {"elapsed_time": 1.0, "query": True, "is_capturing": False}
+    return MagicMock(**{f"{name}.return_value": value for name, value in answers.items()})
 
 
-class Device:
-    """Stands for ``torch.cuda.device``, which chooses a device for a block."""
-
-    def __init__(self, device: Any) -> None:
-        self.index = use(device)
-
-    def __enter__(self) -> None:
-        self.before = _current
-        set_device(self.index)
-
-    def __exit__(self, *error: Any) -> None:
-        set_device(self.before)
+@contextlib.contextmanager
+def on_device(device: Any) -> Iterator[None]:
+    """Stand for ``torch.cuda.device``, which chooses a device for a block."""
+    before = _current
+    set_device(device)
+    yield
+    set_device(before)
 
 
 class Devices(TorchFunctionMode):
@@ -117,27 +112,25 @@ def load(real: Any, f: Any, map_location: Any = None, *args: Any, **keywords: An
 
 @around(torch)
 def compile(real: Any, model: Any = None, *args: Any, **options: Any) -> Any:
-    record.tell_once("left out", "torch.compile")
+    record.tell("left out", what="torch.compile")
     if isinstance(model, nn.Module):
         model.__dict__["_orig_mod"] = model
     return model if model is not None else lambda function: function
 
 
-@around(nn.Module, name="compile")
-def compile_in_place(real: Any, self: nn.Module, *args: Any, **options: Any) -> None:
-    record.tell_once("left out", "torch.compile")
+nn.Module.compile = compile  # type: ignore[method-assign]
 
 
 @around(nn.SyncBatchNorm)
 def forward(real: Any, self: Any, input: Tensor) -> Tensor:
-    record.tell_once("left out", "SyncBatchNorm (each rank normalised its own batch)")
+    record.tell("left out", what="SyncBatchNorm (each rank normalised its own batch)")
     return nn.modules.batchnorm._BatchNorm.forward(self, input)
 
 
 @around(torch.amp.autocast_mode.autocast, name="__init__")
 def autocast(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
     if keywords.get("enabled", True):
-        record.tell_once("left out", "autocast (it computed in float32)")
+        record.tell("left out", what="autocast (it computed in float32)")
     real(self, "cpu", dtype=torch.bfloat16, enabled=False)
 
 
@@ -148,38 +141,22 @@ def scaler(real: Any, self: Any, device: str = "cuda", *args: Any, **keywords: A
 
 ABOUT = MagicMock(total_memory=MEMORY, major=8, minor=0, multi_processor_count=108)
 ABOUT.name = "pretended"
-ANSWERS: dict[str, Any] = {
-    "is_available": True,
-    "is_initialized": True,
-    "is_bf16_supported": True,
-    "is_current_stream_capturing": False,
-    "get_device_name": "pretended",
-    "get_device_properties": ABOUT,
-    "get_device_capability": (8, 0),
-    "mem_get_info": (MEMORY, MEMORY),
-    "memory_summary": "",
-    "current_accelerator": torch.device("cuda"),
-}
-CALLS: dict[str, Any] = {
-    **dict.fromkeys(("Event", "Stream", "stream", "current_stream", "default_stream"), stream),
-    **dict.fromkeys(("current_device", "current_device_index"), lambda: _current),
-    **dict.fromkeys(("set_device", "set_device_index", "set_device_idx"), set_device),
-    "device_count": lambda: len(visible()),
-    "device": Device,
-    "get_rng_state": lambda *args: torch.get_rng_state(),
-    "get_rng_state_all": lambda: [torch.get_rng_state()],
-    "initial_seed": torch.initial_seed,
-    "nvtx": MagicMock(),
-}
+ANSWERS: dict[str, Any] = {"memory_summary": "", "get_device_name": "pretended"}
+ANSWERS |= {"get_device_properties": ABOUT, "get_device_capability": (8, 0)}
+ANSWERS |= {"current_accelerator": torch.device("cuda"), "mem_get_info": (MEMORY, MEMORY)}
+ANSWERS |= dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True)
+CALLS: dict[str, Any] = {"device_count": lambda: len(visible()), "device": on_device}
+CALLS |= dict.fromkeys(("Event", "Stream", "stream", "current_stream", "default_stream"), stream)
+CALLS |= dict.fromkeys(("current_device", "current_device_index"), lambda: _current)
+CALLS |= dict.fromkeys(("set_device", "set_device_index", "set_device_idx"), set_device)
+CALLS |= {"get_rng_state": lambda *args: torch.get_rng_state(), "nvtx": MagicMock()}
+CALLS |= {name: getattr(torch, name) for name in dir(torch) if name.endswith("Tensor")}
 for owner in (torch.cuda, torch.accelerator):
     for key, value in list(vars(owner).items()):
-        if key in CALLS or key in ANSWERS:
-            setattr(owner, key, CALLS.get(key) or MagicMock(return_value=ANSWERS.get(key)))
+        if key in CALLS:
+            setattr(owner, key, CALLS[key])
         elif inspect.isfunction(value) and (key[0] != "_" or key == "_lazy_init"):
-            setattr(owner, key, MagicMock(return_value=0))
-for key in dir(torch):
-    if key.endswith("Tensor"):
-        setattr(torch.cuda, key, getattr(torch, key))
+            setattr(owner, key, MagicMock(return_value=ANSWERS.get(key, 0)))
 torch.Generator = lambda *args, **keywords: torch._C.Generator()  # type: ignore[assignment,misc]
 torch.set_default_device = torch.set_default_tensor_type = MagicMock()
 Devices().__enter__()

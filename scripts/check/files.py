@@ -1,118 +1,95 @@
 """Keep all writing inside the copy of the script's folder, and note who writes and reads what."""
 
 import builtins
-import contextlib
 import io
 import os
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import record
 import torch
 from record import around, state
 
-READS = ("stat", "lstat", "access", "listdir", "scandir")
-# Those that follow a link to a file of the user's, those that do not, and those of two paths.
-FOLLOW = ("utime", "chmod", "truncate")
-PAIRS = ("rename", "replace", "link", "symlink")
-WRITES = (*FOLLOW, *PAIRS, "mkdir", "rmdir", "remove", "unlink")
-GUARDED = ("os.remove", "os.rmdir", "os.rename", "shutil.rmtree")  # also relative to a folder's fd
-FREE = ("/dev/", "/proc/")
+# What each path of a function is for: to read, or to write.
+USES = dict.fromkeys(("stat", "lstat", "access", "listdir", "scandir"), "r")
+USES |= dict.fromkeys(("mkdir", "rmdir", "remove", "unlink", "chmod", "utime", "truncate"), "w")
+USES |= {"rename": "ww", "replace": "ww", "link": "rw", "symlink": "rw"}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 LARGE = 2**24  # bytes of a file that is not copied before it is changed
 OWN_HOSTS = ("localhost", socket.gethostname(), "", None, "0.0.0.0", "::1", "::")
 PROGRAMS = ("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec")
+OWN = (f"{state.root}/", "/dev/", "/proc/")
 _saved: set[str] = set()
-_busy = 0
+plainly = record.Nested()  # while the check itself touches files
 _moved = False  # whether anything was written outside yet
 
 
-@contextlib.contextmanager
-def plainly() -> Iterator[None]:
-    global _busy
-    _busy += 1
-    try:
-        yield
-    finally:
-        _busy -= 1
-
-
-def _copied(source: str, target: str) -> None:
-    if os.path.isfile(source) and os.path.getsize(source) < LARGE:
-        shutil.copyfile(source, target)
-
-
-def inside(path: Any, write: bool = False, follow: bool = False) -> Any:
+def inside(path: Any, write: bool) -> Any:
     """Return where the check wants a path: the same, or its twin in the copy."""
     global _moved
-    if _busy or not isinstance(path, str | bytes | os.PathLike) or not (write or _moved):
+    if plainly.depth or not isinstance(path, str | bytes | os.PathLike) or not (write or _moved):
         return path
-    with plainly():
+    with plainly:
         folder, name = os.path.split(os.path.abspath(os.fsdecode(path)))
         real = os.path.join(os.path.realpath(folder), name)
-        if real.startswith((state.root, *FREE)):
-            target = os.path.realpath(real)
-            if follow and os.path.islink(real) and not target.startswith((state.root, *FREE)):
-                os.unlink(real)
-                _copied(target, real)
+        source, is_link = os.path.realpath(real), f"{real}/".startswith(OWN)
+        twin = real if is_link else os.path.join(state.root, "outside", real.lstrip("/"))
+        if f"{source}/".startswith(OWN) or not (write or os.path.lexists(twin)):
             return path
-        twin = os.path.join(state.root, "outside", real.lstrip("/"))
-        if not write:
-            return twin if os.path.lexists(twin) else path
-        _moved = True
-        record.tell_once("redirected", folder)
-        os.makedirs(os.path.dirname(twin), exist_ok=True)
-        if not os.path.lexists(twin):
-            _copied(real, twin)
+        if write and is_link:  # to a file of the user's
+            os.unlink(real)
+        elif write:
+            _moved = True
+            record.tell("redirected", what=folder)
+            os.makedirs(os.path.dirname(twin), exist_ok=True)
+        if not os.path.lexists(twin) and os.path.isfile(source) and os.path.getsize(source) < LARGE:
+            shutil.copyfile(source, twin)
         return twin
 
 
 def name_of(path: Any) -> str:
     """Return a path as the verdict shows it, the same on all ranks."""
-    with plainly():
+    with plainly:
         full = os.path.realpath(os.path.abspath(os.fsdecode(path)))
-    return os.path.relpath(full, state.root) if full.startswith(state.root) else full
+    return os.path.relpath(full, state.root) if full.startswith(OWN[0]) else full
 
 
-def _wrap(name: str) -> None:
-    def function(real: Any, path: Any = ".", *args: Any, **keywords: Any) -> Any:
-        if name in PAIRS and args and not _busy:
-            args = (inside(args[0], write=True), *args[1:])
-            if name in ("rename", "replace") and name_of(path) in _saved:
-                record.tell("renamed", path=name_of(args[0]))
-        here = path if name == "symlink" else inside(path, name in WRITES, name in FOLLOW)
-        return real(here, *args, **keywords)
+def _wrap(name: str, uses: str) -> None:
+    def function(real: Any, *args: Any, **keywords: Any) -> Any:
+        if uses == "ww" and not plainly.depth and name_of(args[0]) in _saved:
+            record.tell("renamed", path=name_of(args[1]))
+        paths = [inside(path, use == "w") for path, use in zip(args, uses, strict=False)]
+        return real(*paths, *args[len(uses) :], **keywords)
 
     around(os, name=name)(function)
 
 
-for each in (*READS, *WRITES):
-    _wrap(each)
+for _name, _uses in USES.items():
+    _wrap(_name, _uses)
 
 
 @around(shutil)
-def rmtree(real: Any, path: Any, *args: Any, **keywords: Any) -> Any:
+def rmtree(real: Any, path: Any, *args: Any, **keywords: Any) -> None:
     """Remove what the script wrote. Of what lies elsewhere, only the twin."""
     twin = inside(path, write=True)
-    return real(twin, *args, **keywords) if twin == path or os.path.lexists(twin) else None
+    with plainly:  # since it works relative to a folder's number
+        if twin == path or os.path.lexists(twin):
+            real(twin, *args, **keywords)
 
 
 @around(os, name="open")
 def open_number(real: Any, path: Any, flags: int, *args: Any, **keywords: Any) -> Any:
-    writes = bool(flags & WRITING)
-    return real(inside(path, writes, writes), flags, *args, **keywords)
+    return real(inside(path, bool(flags & WRITING)), flags, *args, **keywords)
 
 
 @around(builtins, io, name="open")
 def open_file(real: Any, file: Any, mode: str = "r", *args: Any, **keywords: Any) -> Any:
-    if _busy or isinstance(file, int):
+    if plainly.depth or isinstance(file, int):
         return real(file, mode, *args, **keywords)
-    writes = any(letter in mode for letter in "wax+")
-    path, name = inside(file, writes, writes), name_of(file)
-    if record.called_by_script() and not name.startswith(FREE):
+    path, name = inside(file, any(letter in mode for letter in "wax+")), name_of(file)
+    if record.called_by_script() and not name.startswith(OWN):
         if mode[0] in "wx":
             record.tell("every rank writes", same=(name, state.node), path=name)
         elif mode[0] == "r":
@@ -123,29 +100,24 @@ def open_file(real: Any, file: Any, mode: str = "r", *args: Any, **keywords: Any
 @around(torch)
 def save(real: Any, obj: Any, f: Any, *args: Any, **keywords: Any) -> None:
     """Save in one piece: ranks that write one file at once are a finding, not an accident here."""
-    path: Any = f if isinstance(f, str | os.PathLike) else getattr(f, "name", None)
-    if not isinstance(path, str | os.PathLike):
+    if not isinstance(f, str | os.PathLike):
         return real(obj, f, *args, **keywords)
     parts = [p for p in (obj, *getattr(obj, "values", list)()) if isinstance(p, dict) and p]
     if any(all(str(key).startswith("module.") for key in part) for part in parts):
-        record.tell_once("module. in keys")
-    name = name_of(path)
+        record.tell("module. in keys")
+    name, path = name_of(f), inside(f, write=True)
     _saved.add(name)
     record.tell("every rank saves", same=(name, state.node), path=name)
-    if path is not f:
-        return real(obj, f, *args, **keywords)
-    path = inside(path, write=True, follow=True)
     part = f"{os.fspath(path)}.part{state.rank}"
-    with plainly(), open(part, "wb") as file:
-        real(obj, file, *args, **keywords)
-    with plainly():
+    with plainly:
+        real(obj, part, *args, **keywords)
         os.replace(part, path)
 
 
 @around(torch)
 def load(real: Any, f: Any, *args: Any, **keywords: Any) -> Any:
     if isinstance(f, str | os.PathLike):
-        f = inside(f)
+        f = inside(f, write=False)
         record.tell("load", path=name_of(f), sure=True)
     return real(f, *args, **keywords)
 
@@ -153,7 +125,7 @@ def load(real: Any, f: Any, *args: Any, **keywords: Any) -> Any:
 def _audit(event: str, args: Any) -> None:
     """Refuse what no redirection catches: programs, the network, and writing elsewhere."""
     if event in PROGRAMS:
-        record.tell_once("left out", "other programs that the script starts")
+        record.tell("left out", what="other programs that the script starts")
         raise OSError("the check starts no other programs")
     if event in ("socket.connect", "socket.getaddrinfo"):
         host = args[event == "socket.connect"]
@@ -161,17 +133,15 @@ def _audit(event: str, args: Any) -> None:
             host = host[0] if isinstance(host, tuple) else None
         if host not in OWN_HOSTS and not str(host).startswith("127."):
             raise OSError(f"the check uses no network (asked for {host})")
-    writes = event == "open" and isinstance(args[2], int) and args[2] & WRITING
-    if _busy or not (writes or event in GUARDED) or not isinstance(args[0], str | bytes):
+    if plainly.depth:
         return
-    with plainly():
-        if writes:
-            full = os.path.realpath(os.fsdecode(args[0]))
-        else:
-            base = os.readlink(f"/proc/self/fd/{args[-1]}") if args[-1] not in (None, -1) else ""
-            full = os.path.realpath(os.path.dirname(os.path.join(base, os.fsdecode(args[0]))))
-    if not full.startswith((state.root, *FREE)):
-        raise PermissionError(f"the check writes only into its own copy, not to {full}")
+    if event in ("os.remove", "os.rmdir", "os.rename") and args[-1] != -1:
+        raise PermissionError("the check changes no files relative to a folder's number")
+    if event == "open" and isinstance(args[2], int) and args[2] & WRITING:
+        with plainly:
+            full = os.path.realpath(os.fsdecode(args[0])) if isinstance(args[0], str) else OWN[0]
+        if not f"{full}/".startswith(OWN):
+            raise PermissionError(f"the check writes only into its own copy, not to {full}")
 
 
 sys.addaudithook(_audit)

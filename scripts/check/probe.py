@@ -33,21 +33,20 @@ def serve(connection: Connection) -> None:
         with contextlib.suppress(ImportError):
             __import__(name)
     connection.send("ready")
-    while True:
-        try:
+    with contextlib.suppress(EOFError):
+        while True:
             request = connection.recv()
-        except EOFError:
-            return
-        if not os.fork():
-            run(connection, request)
-        os.wait()
-        connection.send(("over", None))
+            if not os.fork():
+                run(connection, request)
+            os.wait()
+            connection.send(("over", None))
 
 
 def run(connection: Connection, request: dict[str, Any]) -> None:
     """Run the script as this rank, and never return."""
-    for name in ("root", "rank", "world", "nodes", "node", "mode"):
-        setattr(state, name, request[name])
+    vars(state).update({name: request[name] for name in ("root", "rank", "world", "nodes", "mode")})
+    state.each = state.world // state.nodes
+    state.node = state.rank // state.each
     state.connection, state.is_parent = connection, state.mode == "spawn"
     out = os.open(f"{state.root}/.out{state.rank}", os.O_WRONLY | os.O_CREAT)
     for number, target in ((0, os.open(os.devnull, os.O_RDONLY)), (1, out), (2, out)):
@@ -56,7 +55,12 @@ def run(connection: Connection, request: dict[str, Any]) -> None:
     faulthandler.dump_traceback_later(0.9 * request["limit"], file=stacks)
     signal.alarm(int(request["limit"]) + 60)  # if nobody is left who would end this process
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    os.environ.update(request["environment"])
+    given: dict[str, Any]
+    given = {"RANK": state.rank, "WORLD_SIZE": state.world, "LOCAL_RANK": state.rank % state.each}
+    given |= {"LOCAL_WORLD_SIZE": state.each, "GROUP_RANK": state.node, "NODE_RANK": state.node}
+    given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500, "TORCHELASTIC_RUN_ID": "check"}
+    given = {"TMPDIR": state.root} | ({} if state.is_parent else given)
+    os.environ.update({name: str(value) for name, value in given.items()})
     os.chdir(request["folder"])
     path, module, home = request["script"], request["module"], os.path.dirname(__file__)
     sys.argv = [path, *(item.replace("{node}", str(state.node)) for item in request["arguments"])]
@@ -79,12 +83,7 @@ def run(connection: Connection, request: dict[str, Any]) -> None:
         _leaves(leaving.code)
     except BaseException as error:
         _failed(error, own["training"].wrappers)
-    record.leave("ended")
-
-
-def _seed() -> None:
-    for seeding in (torch.seed, random.seed, np.random.seed):
-        seeding()  # type: ignore[operator]
+    _leaves(0)
 
 
 def _leaves(code: Any) -> NoReturn:
@@ -93,12 +92,15 @@ def _leaves(code: Any) -> NoReturn:
     record.leave("error", message=f"it ended with exit status {code}")
 
 
+def _seed() -> None:
+    for seeding in (torch.seed, random.seed, np.random.seed):
+        seeding()  # type: ignore[operator]
+
+
 def _failed(error: BaseException, wrappers: list[Any]) -> None:
     """Report an exception, with the script's own line. What it means is the verdict's affair."""
     traceback.print_exception(error)
     places = [(str(f.filename), f.lineno) for f in traceback.extract_tb(error.__traceback__)]
-    if isinstance(error, SyntaxError):
-        places.append((str(error.filename), error.lineno))
     own = [(name, line) for name, line in places if name.startswith(state.root)]
     message = f"{type(error).__name__}: {error}"[:2000]
     if isinstance(error, ModuleNotFoundError):
@@ -115,8 +117,8 @@ def _failed(error: BaseException, wrappers: list[Any]) -> None:
 @contextlib.contextmanager
 def _as_a_rank(count: int) -> Any:
     """Be the process of this rank. What follows in the parent is left to rank 0."""
-    if state.mode != "spawn" or count != state.world // state.nodes:
-        record.leave("again", ranks=count * state.nodes, mode="spawn")
+    if state.mode != "spawn" or count != state.each:
+        record.again(count * state.nodes, "spawn")
     state.is_parent = False
     _seed()
     yield state.rank % count

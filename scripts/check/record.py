@@ -4,8 +4,8 @@ The launcher answers a collective once all ranks have announced theirs. So a ran
 one, or none, is seen at once, without a timeout.
 """
 
-import contextlib
 import functools
+import inspect
 import os
 import sys
 import threading
@@ -13,25 +13,37 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 
+class Nested:
+    """Counts the blocks of one kind that are under way."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
+
+
 class State:
     """This process among the ranks. There is one script in a process, so there is one state."""
 
     connection: Any = None
-    rank, world, nodes, node = 0, 2, 1, 0
+    rank, world, nodes = 0, 2, 1
+    each, node = 2, 0  # ranks of each host, and the host of this one
     root = ""  # of the copy in which the script runs
     mode = "torchrun"  # or "spawn"
     is_parent = False  # before mp.spawn has started the ranks
     clock = 0  # collectives that this rank has completed
     cut = False  # the launcher wants an end at the next optimizer step
-    quiet = 0  # inside a collective, whose own collectives are not announced
     groups = 0
 
 
 state = State()
+quietly = Nested()  # inside a collective, whose own collectives are not announced
 at_the_end: list[Callable[[], None]] = []
 _lock = threading.RLock()
 _exit = os._exit
-_told: set[Any] = set()
 
 
 def around(*owners: Any, name: str = "") -> Any:
@@ -49,6 +61,11 @@ def around(*owners: Any, name: str = "") -> Any:
         return function
 
     return replace
+
+
+def arguments(real: Any, *args: Any, **keywords: Any) -> dict[str, Any]:
+    """Return the arguments of a call by their names."""
+    return inspect.signature(real).bind(*args, **keywords).arguments
 
 
 def frames() -> Iterator[str]:
@@ -75,12 +92,6 @@ def tell(kind: str, **facts: Any) -> None:
         state.connection.send(("event", event | facts))
 
 
-def tell_once(kind: str, what: Any = "", **facts: Any) -> None:
-    if (kind, what) not in _told:
-        _told.add((kind, what))
-        tell(kind, what=what, **facts)
-
-
 def call(name: str, ranks: list[int] | None = None, **signature: Any) -> None:
     """Announce a collective, and wait until all its ranks have announced theirs."""
     with _lock:
@@ -93,21 +104,16 @@ def call(name: str, ranks: list[int] | None = None, **signature: Any) -> None:
     state.cut = state.cut or answer == "cut"
 
 
-@contextlib.contextmanager
-def quietly() -> Iterator[None]:
-    state.quiet += 1
-    try:
-        yield
-    finally:
-        state.quiet -= 1
-
-
 def leave(how: str, **facts: Any) -> NoReturn:
     """End this process. No exception, since the script could catch it."""
     for finish in at_the_end:
         finish()
     tell("end", **{"how": how, "line": "", **facts})
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    sys.stdout.flush()
     _exit(0)
+
+
+def again(ranks: int, mode: str) -> NoReturn:
+    """Leave, since the script wants other processes than it was given."""
+    told = f"it starts {ranks} processes: give it arguments with which it starts {state.world}"
+    leave("again", ranks=ranks, mode=mode, message=f"{told}, or give --ranks")

@@ -7,6 +7,7 @@ out a short epoch by their own rules, and the script's loops end by themselves.
 import contextlib
 import functools
 import inspect
+import os
 import random
 import zlib
 from collections import Counter
@@ -31,8 +32,9 @@ SETS = {  # torchvision's: size, channels, classes, training and test samples
     "ImageNet": (256, 3, 1000, 1281167, 50000),
     "ImageFolder": (256, 3, 2, 2048, 512),
 }
-END = object()
-_whole = 0  # while data sets tell their whole length
+OF_WORKERS = ("num_workers", "pin_memory", "timeout", "multiprocessing_context", "prefetch_factor")
+OF_WORKERS += ("persistent_workers", "pin_memory_device", "in_order")  # type: ignore[assignment]
+whole_lengths = record.Nested()  # while data sets tell them
 _open: list["Pass"] = []
 _counts: Counter[str] = Counter()
 _former: dict[str, "Pass"] = {}  # the training pass before, by the loader
@@ -43,17 +45,7 @@ _latest: list["Pass"] = []  # what the last forward saw
 def shorter(length: int) -> int:
     """Return a length that divides by the number of ranks exactly if the given one does."""
     most = SAMPLES * state.world
-    return length if length <= most or _whole else most - (-length % state.world)
-
-
-@contextlib.contextmanager
-def whole_lengths() -> Iterator[None]:
-    global _whole
-    _whole += 1
-    try:
-        yield
-    finally:
-        _whole -= 1
+    return length if length <= most or whole_lengths.depth else most - (-length % state.world)
 
 
 def digest(value: Any) -> int:
@@ -117,68 +109,59 @@ class Pass:
     """One iteration over a loader: what was drawn, and what was done with it."""
 
     def __init__(self, loader: Any) -> None:
-        self.about = {"begun": state.clock, "content": None, "length": None, **loader._about}
-        self.key = self.about["key"]
-        self.number = self.about["number"] = _counts[self.key]
+        self.key, self.line, self.workers = "", "", 0  # and what else is known of the loader
+        self.__dict__.update(loader._about)
+        self.number, self.begun = _counts[self.key], state.clock
         _counts[self.key] += 1
         self.mode: bool | None = None
-        self.batches = 0
-        self.trained = self.evaluated = self.through = self.capped = self.complete = False
+        self.samples = 0
+        self.trained = self.evaluated = self.through = self.complete = False
         self.indices: list[int] = []
         self.base: list[int] = []
-        self.drawn: Any = None
-        if isinstance(loader.dataset, data.IterableDataset):
-            return
-        self.about["length"] = len(loader.dataset)
-        if self.number == 0 and self.about["length"]:
-            self.about["content"] = content(loader.dataset)
+        self.drawn: Any = None  # what tells the last batch from another one
+        is_stream = isinstance(loader.dataset, data.IterableDataset)
+        self.length = 0 if is_stream else len(loader.dataset)
+        self.content = content(loader.dataset) if self.length and self.number == 0 else None
 
     def fetch(self, loader: Any, iterator: Any, index: Any) -> Any:
         """Return a batch. Workers would draw from seeds of their own, which follow from one."""
-        seed = iterator._base_seed if self.about["workers"] else None
-        before = marks()
-        with randomness_kept() if seed is not None else contextlib.nullcontext():
+        seed, before = iterator._base_seed if self.workers else None, marks()
+        with randomness_kept() if self.workers else contextlib.nullcontext():
             batch = iterator._dataset_fetcher.fetch(index)
-            if self.batches < 3 and not (seed and loader.worker_init_fn):
+            if self.samples < 3 * BATCH and not (self.workers and loader.worker_init_fn):
                 tell_draws("for their samples", before, seed)
         indices = index if isinstance(index, list | tuple) else [index]
-        self.drawn = None  # what tells this batch from another one
-        if not self.about["length"]:
-            self.drawn = digest(batch)
-        elif all(isinstance(item, int | np.integer) for item in indices):
+        if self.length and all(isinstance(item, int | np.integer) for item in indices):
             base = [base_index(loader.dataset, int(item)) for item in indices]
             self.indices += [int(item) for item in indices]
             self.base += base
-            self.drawn = self.about["content"] and (*base, *self.about["content"])
-        self.batches += 1
+            self.drawn = self.content and (*base, *self.content)
+        else:
+            self.drawn = None if self.length else digest(batch)
+        self.samples += len(indices)
         if self not in _pending:
             _pending.append(self)
         return batch
 
     def finish(self) -> None:
+        """Tell what was drawn, once, and what is wrong with it that this rank alone can see."""
         if self not in _open:
             return
         _open.remove(self)
         evaluates = not self.trained and (self.evaluated or self.mode is False)
-        facts = self.about | {"evaluates": evaluates}
-        record.tell("pass", **{**vars(self), **facts, "about": None})
-        if evaluates and self.mode and (self.complete or self.capped):
+        facts = vars(self) | {"evaluates": evaluates, "epoch": self.number + 1}
+        record.tell("pass", **facts)
+        if evaluates and self.mode and self.complete:
             record.tell("evaluates in training mode", **facts)
-        if not self.trained:
-            return
-        former, _former[self.key] = _former.get(self.key), self
-        epoch = self.number + 1
-        if self.mode is False:
-            was = former is not None and former.mode
-            kind = "trains in evaluation mode" if was else "always in evaluation mode"
-            record.tell(kind, epoch=epoch, **facts)
+        former = _former.get(self.key)
+        if self.trained:
+            _former[self.key] = self
+        if self.trained and self.mode is False:
+            changed = former is not None and former.mode
+            record.tell(f"{'trains' if changed else 'always'} in evaluation mode", **facts)
         order = self.indices
-        if former and len(order) > 3 and former.indices == order != sorted(order):
-            record.tell("no set_epoch", former=epoch - 1, epoch=epoch, **facts)
-
-
-def most_batches() -> int:
-    return BATCH * state.world + 2
+        if self.trained and former and len(order) > 3 and former.indices == order != sorted(order):
+            record.tell("no set_epoch", **facts)
 
 
 def base_index(dataset: Any, index: int) -> int:
@@ -206,7 +189,7 @@ def backward_begins() -> None:
             record.leave("cut", message="the training was ended after two epochs")
         item.trained = True
         if item.drawn and item.number == 0:
-            record.tell("equal samples", same=item.drawn, line=item.about["line"])
+            record.tell("equal samples", same=item.drawn, line=item.line)
 
 
 def _shorten(kind: Any) -> None:
@@ -219,41 +202,24 @@ def _shorten(kind: Any) -> None:
         _shorten(child)
 
 
-def _given(kind: Any, change: Any) -> None:
-    """Let a function change the arguments of a class, by their names."""
-    signature = inspect.signature(kind.__init__)
-
-    def init(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
-        bound = signature.bind(self, *args, **keywords)
-        change(self, bound.arguments)
-        real(*bound.args, **bound.kwargs)
-
-    around(kind, name="__init__")(init)
+@around(data.WeightedRandomSampler, name="__init__")
+def weighted(real: Any, self: Any, weights: Any, num_samples: int, *args: Any, **more: Any) -> None:
+    real(self, weights, shorter(num_samples), *args, **more)
 
 
-def _samples(self: Any, given: dict[str, Any]) -> None:
-    if isinstance(given.get("num_samples"), int):
-        given["num_samples"] = shorter(given["num_samples"])
-
-
-def _small_batch(self: Any, given: dict[str, Any]) -> None:
-    if isinstance(size := given.get("batch_size", 1), int):
-        given["batch_size"] = min(size, BATCH)
-
-
-def _loader(self: Any, given: dict[str, Any]) -> None:
-    sampler, whole = given.get("sampler"), None
-    with whole_lengths(), contextlib.suppress(Exception):
-        size = given.get("batch_size", 1)
+@around(data.DataLoader, name="__init__")
+def loader(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
+    given = record.arguments(real, self, *args, **keywords)
+    sampler, size, whole = given.get("sampler"), given.get("batch_size", 1), None
+    with whole_lengths, contextlib.suppress(Exception):
         whole = len(sampler or given["dataset"]), size
     own: dict[str, Any] = {"key": " < ".join(record.frames()), "line": next(record.frames(), "")}
-    drops = given.get("drop_last", False) or getattr(sampler, "drop_last", False)
-    own |= {"workers": given.get("num_workers", 0), "whole": whole, "drop_last": drops}
+    own["drop_last"] = given.get("drop_last", False) or getattr(sampler, "drop_last", False)
+    own |= {"workers": given.get("num_workers", 0), "whole": whole}
     self.__dict__["_about"] = own | {"sampler": type(sampler).__name__}
-    _small_batch(self, given)
-    given.update(num_workers=0, pin_memory=False, persistent_workers=False)
-    for name in ("prefetch_factor", "multiprocessing_context", "timeout", "pin_memory_device"):
-        given.pop(name, None)
+    if isinstance(size, int) and given.get("batch_sampler") is None:
+        given["batch_size"] = min(size, BATCH)
+    real(**{key: value for key, value in given.items() if key not in OF_WORKERS})
 
 
 @around(data.DataLoader, name="__iter__")
@@ -262,26 +228,22 @@ def batches(real: Any, self: Any) -> Iterator[Any]:
     iterator, item = real(self), Pass(self)
     _open.append(item)
     try:
-        while item.batches < most_batches():
+        while item.samples <= SAMPLES * state.world + BATCH:
             try:
                 batch = item.fetch(self, iterator, next(iterator._sampler_iter))
             except StopIteration:
                 item.complete = True
                 return
             yield batch
-        item.capped = True
+        item.complete = True
+        record.tell("left out", what="the end of an epoch: a loader was stopped after some batches")
     finally:
         item.finish()
 
 
-@around(data.DataLoader, name="__len__")
-def number_of_batches(real: Any, self: Any) -> int:
-    return min(real(self), most_batches())
-
-
 @around(data, data.dataset)
 def random_split(real: Any, *args: Any, **keywords: Any) -> Any:
-    with whole_lengths():
+    with whole_lengths:
         return real(*args, **keywords)
 
 
@@ -290,64 +252,39 @@ class NoWeights(dict):
 
 
 def _no_weights(*args: Any, **keywords: Any) -> NoWeights:
-    record.tell_once("left out", "pretrained weights (fresh ones instead)")
+    record.tell("left out", what="pretrained weights (fresh ones instead)")
     return NoWeights()
 
 
 def _stand_in(name: str, real: Any, size: int, channels: int, classes: int, *lengths: int) -> Any:
     """Return a data set of torchvision that draws images. A folder that exists is read."""
-    signature = inspect.signature(real.__init__)
-    shape = (size, size, 3) if channels == 3 else (size, size)
 
-    class Drawn(real):
-        class_to_idx = None  # not the property of some sets, which cannot be set
+    class Drawn(torchvision.datasets.FakeData):
+        def __new__(cls, *args: Any, **keywords: Any) -> Any:
+            root = record.arguments(real, *args, **keywords)["root"]
+            is_there = name == "ImageFolder" and os.path.isdir(root)
+            return real(*args, **keywords) if is_there else super().__new__(cls)
 
         def __init__(self, *args: Any, **keywords: Any) -> None:
-            self.drawn = False
-            if name == "ImageFolder":
-                with contextlib.suppress(Exception):
-                    return super().__init__(*args, **keywords)
-            given = signature.bind(self, *args, **keywords).arguments
-            given = {**given, **given.get("kwargs", {})}
-            record.tell_once("left out", f"the data set {name} (drawn images instead)")
+            given = record.arguments(real, *args, **keywords)
+            given |= given.pop("kwargs", {})
+            record.tell("left out", what=f"the data set {name} (drawn images instead)")
             if given.get("download"):
                 record.tell("every rank downloads", same=(name, state.node), name=name)
-            split = str(given.get("split", "train" if given.get("train", True) else "test"))
-            if name == "ImageFolder" and "val" in str(given["root"]):
-                split = "val"
-            length = lengths[0 if split.startswith(("train", "extra")) else 1]
-            self.drawn, self.root, self.split = True, given["root"], split
-            self.train = split == "train"
-            for key in ("transform", "target_transform", "transforms"):
-                setattr(self, key, given.get(key))
+            split = given.get("split", "train" if given.get("train", True) else "test")
+            self.train = split in ("train", "extra") and "val" not in str(given["root"])
+            length, shape = lengths[not self.train], (channels, size, size)
+            how = given.get("transform"), given.get("target_transform")
+            super().__init__(length, shape, classes, *how)
             self.classes = [str(number) for number in range(classes)]
-            self.class_to_idx = {key: number for number, key in enumerate(self.classes)}
-            self.targets = self.labels = [i % classes for i in range(length)]
-            self.samples = self.imgs = [(f"{i}.png", label) for i, label in enumerate(self.targets)]
-            self.data = np.zeros((length if size < 99 else 64, *shape), dtype=np.uint8)
-            drawn = np.random.RandomState(0).randint(0, 256, (64, *shape), dtype=np.uint8)
-            self.data[:64] = drawn
+            self.targets = self.labels = [number % classes for number in range(length)]
+            if size < 99:  # as the real one holds its images
+                drawn = np.random.RandomState(0).randint(0, 256, (64, size, size, 3), np.uint8)
+                self.data = np.resize(drawn, (length, size, size, 3))
             if channels == 1:
-                self.data = torch.from_numpy(self.data)  # type: ignore[assignment]
+                self.data = torch.from_numpy(self.data[..., 0])  # type: ignore[assignment]
                 self.targets = torch.tensor(self.targets)  # type: ignore[assignment]
 
-        def __len__(self) -> int:
-            return len(self.targets) if self.drawn else super().__len__()
-
-        def __getitem__(self, index: int) -> Any:
-            if not self.drawn:
-                return super().__getitem__(index)
-            array = np.asarray(self.data[index % len(self.data)])
-            image, target = Image.fromarray(array), int(self.targets[index])
-            if self.transforms is not None:
-                return self.transforms(image, target)
-            image = self.transform(image) if self.transform else image
-            return image, self.target_transform(target) if self.target_transform else target
-
-        def __repr__(self) -> str:
-            return f"{name} (drawn)"
-
-    Drawn.__name__ = name
     return Drawn
 
 
@@ -363,14 +300,9 @@ def _finish() -> None:
 
 data.Dataset.__init_subclass__ = classmethod(_subclasses)  # type: ignore[assignment]
 _shorten(data.Dataset)
-for _kind in (data.WeightedRandomSampler, data.RandomSampler):
-    _given(_kind, _samples)
-_given(data.BatchSampler, _small_batch)
-_given(data.DataLoader, _loader)
 record.at_the_end.append(_finish)
 with contextlib.suppress(ImportError):
     import torchvision
-    from PIL import Image
 
     for _name, _about in SETS.items():
         _real = getattr(torchvision.datasets, _name)

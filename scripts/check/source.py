@@ -5,8 +5,8 @@ keep their numbers.
 """
 
 import argparse
-import ast
 import importlib.machinery as machinery
+import importlib.util
 import re
 import sys
 import types
@@ -16,33 +16,31 @@ from unittest.mock import MagicMock
 import record
 from record import state
 
-COUNT = "((num|n|nr|no|max|total|nb|train|training|end|final)_?(of_|train_|training_)?)"
-NUMBERS = (  # what a number is called, and the most that it may be
-    (re.compile(r"warm_?up(_?(epochs?|steps?|iters?|iterations?))?$", re.I), 1),
-    (re.compile(f"{COUNT}?epochs?$", re.I), 2),
-    (re.compile(f"{COUNT}(steps?|iters?|iterations?)$|iterations$", re.I), 12),
-    (re.compile(".*accum", re.I), 2),
-    (re.compile("(.*_)?(batch_?size|bsz?)$", re.I), 8),
-    (re.compile(r"(save|ckpt|checkpoint|eval|val|test)\w*(every|freq|interval|epochs?)$", re.I), 1),
-)
-FOREIGN = {  # what starts or wraps a training in a way of its own
-    "pytorch_lightning": "Lightning",
-    "lightning": "Lightning",
-    "accelerate": "accelerate",
-    "deepspeed": "DeepSpeed",
-    "horovod": "Horovod",
-    "colossalai": "Colossal-AI",
-    "ray": "Ray",
-}
+COUNT = "(num|n|nr|no|max|total|nb|train|training|end|final)_?(of_|train_|training_)?"
+NUMBERS = [  # what a number is called, and the most that it may be
+    (re.compile(name, re.I), most)
+    for name, most in (
+        (r"warm_?up(_?(epochs?|steps?|iters?|iterations?))?$", 1),
+        (f"({COUNT})?epochs?$", 2),
+        (f"({COUNT})(steps?|iters?|iterations?)$|iterations$", 12),
+        (".*accum", 2),
+        ("(.*_)?(batch_?size|bsz?)$", 8),
+        (r"(save|ckpt|checkpoint|eval|val|test)\w*(every|freq|interval|epochs?)$", 1),
+    )
+]
+# NAME = 3, NAME=3, NAME: int = 3, "NAME": 3, and the end of a loop over epochs.
+WRITTEN = re.compile(r"""\b(\w+)((?:["']\s*:|\s*(?::\s*int\s*)?=)\s*)(\d+)\b(?![\w.]|\s*\*)""")
+LOOP = re.compile(r"(\bfor ep\w* in .*?\brange\()(\d+)(?=\))")
+FOREIGN = "pytorch_lightning|lightning|accelerate|deepspeed|horovod|colossalai|ray"
 TRACKERS = ["tensorboardX", "wandb", "visdom", "mlflow", "neptune", "comet_ml", "swanlab"]
 # What a training can do without, if it is not installed: it returns nothing to compute with.
 SHOWS = ["matplotlib", "seaborn", "torchsummary", "torchinfo", "thop", "rich", "prettytable"]
 SHOWS += ["gpustat", "pynvml", "coloredlogs", "colorlog", "termcolor", "colorama", "torchviz"]
 
 
-def bounded(name: Any, value: Any) -> Any:
+def bounded(name: str, value: Any) -> Any:
     """Return a number of the training, by its name, as small as the check wants it."""
-    for pattern, most in NUMBERS if type(value) is int and isinstance(name, str) else ():
+    for pattern, most in NUMBERS if type(value) is int else ():
         if pattern.match(name.replace("-", "_")):
             # One epoch more: a second one shows whether its order differs from the first's.
             one_epoch = most == 2 and value == 1 and name.lower().endswith("epochs")
@@ -50,40 +48,14 @@ def bounded(name: Any, value: Any) -> Any:
     return value
 
 
-def _named(node: Any) -> list[tuple[Any, Any]]:
-    """Return what a node of the source names, with the values."""
-    match node:
-        case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
-            return list(zip(names, values, strict=False))
-        case ast.Assign(targets=[target]) | ast.AnnAssign(target=target):
-            return [(target, node.value)]
-        case ast.keyword():
-            return [(node, node.value)]
-        case ast.arguments():
-            plain = [*node.posonlyargs, *node.args][::-1]
-            return list(zip(plain, node.defaults[::-1], strict=False))
-        case ast.Dict():
-            return list(zip(node.keys, node.values, strict=True))
-        case ast.For(target=ast.Name(id=name), iter=ast.Call(args=[end])) if name[:2] == "ep":
-            return [(ast.Name("epochs"), end)]
-    return []
-
-
-def compiled(data: Any, path: str) -> types.CodeType:
+def compiled(data: bytes, path: str) -> types.CodeType:
     """Compile a file of the script, with its numbers bounded."""
-    tree = ast.parse(data, path)
-    for node in tree.body:
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-        for name in names:
-            if found := FOREIGN.get(name.split(".")[0]):
-                record.leave("not judged", message=f"it uses {found}, which is not judged")
-    for part in ast.walk(tree):
-        for place, value in _named(part):
-            if isinstance(value, ast.Constant):
-                keys = (getattr(place, key, None) for key in ("id", "attr", "arg", "value"))
-                value.value = bounded(next(filter(None, keys), None), value.value)
-    return compile(tree, path, "exec", dont_inherit=True)
+    text = importlib.util.decode_source(data)
+    if found := re.search(rf"^(?:import|from) ({FOREIGN})\b", text, re.M):
+        record.leave("not judged", message=f"it uses {found[1]}, which is not judged")
+    text = WRITTEN.sub(lambda m: m[1] + m[2] + str(bounded(m[1], int(m[3]))), text)
+    text = LOOP.sub(lambda m: m[1] + str(bounded("epochs", int(m[2]))), text)
+    return compile(text, path, "exec", dont_inherit=True)
 
 
 class Loader(machinery.SourceFileLoader):
@@ -128,7 +100,7 @@ def parse_known_args(real: Any, self: Any, args: Any = None, namespace: Any = No
     for spelled in ("--local_rank", "--local-rank"):
         wants = spelled in self._option_string_actions and state.mode == "torchrun"
         if wants and not any(str(item).startswith(spelled) for item in args):
-            args.append(f"{spelled}={state.rank % (state.world // state.nodes)}")
+            args.append(f"{spelled}={state.rank % state.each}")
     found, rest = real(self, args, namespace)
     for name, value in list(vars(found).items()):
         setattr(found, name, bounded(name, value))

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from record import around, state
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed import fsdp
 from torch.nn.modules import module as modules
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.optimizer import register_optimizer_step_post_hook as after_step
@@ -29,8 +28,9 @@ GradScaler = torch.amp.grad_scaler.GradScaler
 wrappers: list["Watched"] = []
 _optimizers: list[Any] = []
 _scaled: set[Any] = set()  # scalers that scaled a loss, until their update
-# How deep in modules, in backwards and in steps; and which random states a forward began with.
-_now = SimpleNamespace(depth=0, backwards=0, steps=0, forwards=0, drawn=None)
+# Where the training is, and which random states the forward began with.
+_now = SimpleNamespace(depth=0, depth_of_steps=0, steps=0, forwards=0, drawn=None)
+_backwards = record.Nested()  # in which checkpointing computes a part of the forward again
 _values: list[tuple[Any, ...]] = []
 
 
@@ -39,14 +39,13 @@ class Watched:
 
     def __init__(self, ddp: Any) -> None:
         named = list(ddp.module.named_parameters())
-        self.ddp, self.line = ddp, next(record.frames(), "")
+        self.ddp = ddp
         self.names = {id(p): name for name, p in named}
         self.trained = {id(p): name for name, p in named if p.requires_grad}
-        self.modules = {id(module) for module in (ddp, *ddp.module.modules())}
-        self.inside = self.sent = 0  # forwards under way, backwards that were averaged
+        self.modules = {id(module) for module in ddp.module.modules()}
+        self.inside = record.Nested()  # its forward
         self.events: list[tuple[str, str]] = []  # since the last step: a letter and a line
         self.hook: Any = None
-        self.needless = ddp.find_unused_parameters
 
     def note(self, letter: str) -> None:
         if len(self.events) < 60:
@@ -59,45 +58,39 @@ class Watched:
         record.call(name, dist.get_process_group_ranks(self.ddp.process_group), **signature)
 
 
-def watched(ddp: Any) -> Watched:
-    return ddp.__dict__["_watched"]
-
-
 @around(dist, c10d)
 def init_process_group(real: Any, *args: Any, **keywords: Any) -> None:
-    given = inspect.signature(real).bind(*args, **keywords).arguments
+    given = record.arguments(real, *args, **keywords)
     for name in ("world_size", "rank"):
         if given.get(name) in (-1, None):
             given[name] = os.environ[name.upper()]
     world, rank = int(given["world_size"]), int(given["rank"])
     if world != state.world:
-        record.leave("again", ranks=world)
+        record.again(world, state.mode)
     record.call("init_process_group", rank=rank)
     state.groups += 1
     state.is_parent = False
     store = dist.FileStore(f"{state.root}/.store{state.groups}", world)
-    with record.quietly():
+    with record.quietly:
         real("gloo", store=store, rank=rank, world_size=world)
     record.tell("group")
 
 
 @around(dist, c10d)
 def new_group(real: Any, ranks: Any = None, *args: Any, **keywords: Any) -> Any:
-    if state.quiet:
+    if record.quietly.depth:
         return real(ranks, *args, **keywords)
     record.call("new_group", members=None if ranks is None else list(ranks))
-    with record.quietly():
+    with record.quietly:
         return real(ranks, backend="gloo")
 
 
 def _announce(name: str) -> None:
-    signature = inspect.signature(getattr(dist, name))
-
     def collective(real: Any, *args: Any, **keywords: Any) -> Any:
-        given = signature.bind(*args, **keywords).arguments
+        given = record.arguments(real, *args, **keywords)
         group = given.get("group")
         outside = group is dist.GroupMember.NON_GROUP_MEMBER
-        if state.quiet or outside or not dist.is_initialized():
+        if record.quietly.depth or outside or not dist.is_initialized():
             return real(*args, **keywords)
         facts = {key: given[key] for key in ("src", "dst") if given.get(key) is not None}
         tensor = next((item for item in given.values() if isinstance(item, Tensor)), None)
@@ -105,11 +98,11 @@ def _announce(name: str) -> None:
             facts |= {"elements": tensor.numel(), "dtype": str(tensor.dtype)}
             owners = (p.grad for o in _optimizers for g in o.param_groups for p in g["params"])
             if any(grad is not None and grad.data_ptr() == tensor.data_ptr() for grad in owners):
-                record.tell_once("averaged by hand")
+                record.tell("averaged by hand")
         record.call(name, dist.get_process_group_ranks(group or dist.group.WORLD), **facts)
         if re.search("reduce|gather", name):
             record.tell("combined")
-        with record.quietly():
+        with record.quietly:
             return real(*args, **keywords)
 
     around(dist, c10d, name=name)(collective)
@@ -125,8 +118,7 @@ def _average(item: Watched, bucket: dist.GradBucket) -> torch.futures.Future[Ten
     """Average a bucket, as DDP does, once all ranks have come to it."""
     buffer = bucket.buffer()
     item.call("gradients", bucket=bucket.index(), elements=buffer.numel())
-    item.sent += bucket.is_last()
-    with record.quietly():
+    with record.quietly:
         if item.hook is not None:
             own, hook = item.hook
             return hook(own, bucket)
@@ -135,73 +127,60 @@ def _average(item: Watched, bucket: dist.GradBucket) -> torch.futures.Future[Ten
         return work.get_future().then(lambda future: future.value()[0])
 
 
-_ddp_arguments, _register = inspect.signature(DDP.__init__), DDP.register_comm_hook
+_register = DDP.register_comm_hook
 
 
 @around(DDP, name="__init__")
 def wrap(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
-    bound = _ddp_arguments.bind(self, *args, **keywords)
-    given = bound.arguments
-    listed = given.pop("device_ids", None)
+    given = record.arguments(real, self, *args, **keywords)
     given.pop("output_device", None)
-    placed = (part.__dict__.get("_pretended") for part in given["module"].modules())
-    index = listed[0] if listed else next((own for own in placed if own is not None), None)
+    placed = [part.__dict__.get("_pretended") for part in given["module"].modules()]
+    placed = given.pop("device_ids", None) or [own for own in placed if own is not None]
     if dist.is_initialized():
         ranks = dist.get_process_group_ranks(given.get("process_group") or dist.group.WORLD)
         elements = sum(p.numel() for p in given["module"].parameters())
         record.call("DistributedDataParallel", ranks, elements=elements)
-    with record.quietly():
-        real(*bound.args, **bound.kwargs)
-        item = self.__dict__["_watched"] = Watched(self)
+    with record.quietly:
+        real(**given)
+        item = self._watched = Watched(self)
         _register(self, item, _average)
     wrappers.append(item)
-    record.tell("wrapped")
-    if index is not None:
-        device = devices.visible()[devices.use(index)]
+    record.tell("wrapped", searches=self.find_unused_parameters)
+    if placed:
+        device = devices.visible()[devices.use(placed[0])]
         record.tell("two ranks on one device", same=(state.node, device), device=device)
 
 
 @around(DDP)
 def forward(real: Any, self: Any, *args: Any, **keywords: Any) -> Any:
-    item = watched(self)
+    item = self._watched
     if torch.is_grad_enabled():
         item.note("F" if self.require_backward_grad_sync else "f")
-    item.inside += 1
-    try:
+    with item.inside:
         return real(self, *args, **keywords)
-    finally:
-        item.inside -= 1
-
-
-@around(DDP)
-def _pre_forward(real: Any, self: Any, *args: Any, **keywords: Any) -> Any:
-    rebuilds = torch.is_grad_enabled() and not self.find_unused_parameters
-    if rebuilds and watched(self).sent and not self._has_rebuilt_buckets:
-        watched(self).call("new buckets")
-    return real(self, *args, **keywords)
 
 
 @around(DDP)
 def _sync_buffers(real: Any, self: Any) -> None:
-    watched(self).call("buffers")
-    with record.quietly():
+    self._watched.call("buffers")
+    with record.quietly:
         real(self)
 
 
 @around(DDP)
 def register_comm_hook(real: Any, self: Any, own: Any, hook: Any) -> None:
-    watched(self).hook = (own, hook)
+    self._watched.hook = (own, hook)
 
 
 @around(DDP)
 @contextlib.contextmanager
 def no_sync(real: Any, self: Any) -> Iterator[None]:
-    item, line = watched(self), next(record.frames(), "")
+    item, line = self._watched, next(record.frames(), "")
     item.note("(")
     with real(self):
         yield
     if re.search(r"F\w*\(B+$", item.letters()):
-        record.tell_once("no_sync around the backward", line=line)
+        record.tell("no_sync around the backward", line=line)
     item.note(")")
 
 
@@ -217,15 +196,11 @@ def _module_begins(module: nn.Module, inputs: Any) -> None:
             _now.forwards += 1
             _now.drawn = shares.marks() if _now.forwards <= 3 else None
     _now.depth += 1
-    if not grads or _now.backwards:
+    if not grads or _backwards.depth:
         return
     for item in wrappers:
-        past = id(module) in item.modules and module is not item.ddp and not item.inside
-        if (
-            past
-            and item.letters()[-1:] != "P"
-            and any(p.requires_grad for p in module.parameters())
-        ):
+        past = id(module) in item.modules and not item.inside.depth and item.letters()[-1:] != "P"
+        if past and any(p.requires_grad for p in module.parameters()):
             item.note("P")
 
 
@@ -246,13 +221,9 @@ def _engine_run_backward(real: Any, *args: Any, **keywords: Any) -> Any:
         shares.backward_begins()
         for item in wrappers:
             item.note("B")
-    _now.backwards += 1  # in which checkpointing computes a part of the forward again
-    try:
-        # Tensor.backward has switched the mode off, which hooks and custom functions need as well.
-        with devices.Devices():
-            return real(*args, **keywords)
-    finally:
-        _now.backwards -= 1
+    # Tensor.backward has switched the mode off, which hooks and custom functions need as well.
+    with _backwards, devices.Devices():
+        return real(*args, **keywords)
 
 
 def _sums(tensor: Any) -> tuple[float, float] | None:
@@ -275,8 +246,8 @@ def _kind(parameter: Tensor) -> str:
 
 
 def _step_begins(optimizer: Any, args: Any, keywords: Any) -> None:
-    _now.steps += 1
-    if _now.steps > 1:  # an optimizer inside of an optimizer
+    _now.depth_of_steps += 1
+    if _now.depth_of_steps > 1:  # an optimizer inside of an optimizer
         return
     _values.clear()
     for number, group in enumerate(optimizer.param_groups):
@@ -287,42 +258,24 @@ def _step_begins(optimizer: Any, args: Any, keywords: Any) -> None:
 
 
 def _step_ends(optimizer: Any, args: Any, keywords: Any) -> None:
-    _now.steps -= 1
-    if _now.steps:
+    _now.depth_of_steps -= 1
+    if _now.depth_of_steps:
         return
     if not any(optimizer is own for own in _optimizers):
         _optimizers.append(optimizer)
-        optimizer.__dict__["_seen"] = {"count": 0, "idle": True, "parameters": len(_values)}
-    seen = optimizer.__dict__["_seen"]
-    seen |= {"count": seen["count"] + 1, "line": next(record.frames(), "")}
-    seen["idle"] = seen["idle"] and all(grad is None for *_, grad in _values)
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
     values = [(name, _kind(p), before, grad, _sums(p)) for name, p, before, grad in _values]
     events = [item.events for item in wrappers]
-    record.tell("step", values=values, rates=rates, events=events)
+    record.tell("step", optimizer=id(optimizer), values=values, rates=rates, events=events)
     for item in wrappers:
-        own = [grad for _, kind, _, grad, _ in values if kind == "averaged"]
-        item.needless = item.needless and all(grad and any(grad) for grad in own)
         item.events = []
-    total = sum(own.__dict__["_seen"]["count"] for own in _optimizers)
-    if state.cut or total >= SHOWN:
-        record.leave("cut", message=f"the training was ended after {total} steps")
+    _now.steps += 1
+    if state.cut or _now.steps >= SHOWN:
+        record.leave("cut", message=f"the training was ended after {_now.steps} steps")
 
 
 before_step(_step_begins)
 after_step(_step_ends)
-
-
-def _finish() -> None:
-    for seen in (own.__dict__["_seen"] for own in _optimizers):
-        if seen["idle"] and seen["count"] > 1:
-            record.tell("trains nothing", **seen)
-    for item in wrappers:
-        if item.needless and _optimizers:
-            record.tell("needless find_unused_parameters", line=item.line)
-
-
-record.at_the_end.append(_finish)
 
 
 @around(GradScaler)
@@ -343,7 +296,7 @@ def clip_grad_norm_(real: Any, *args: Any, **keywords: Any) -> Any:
     for own in _scaled:
         stages = [item["stage"].name for item in own._per_optimizer_states.values()]
         if "UNSCALED" not in stages:
-            record.tell_once("clipped before unscaling")
+            record.tell("clipped before unscaling")
     return real(*args, **keywords)
 
 
@@ -352,7 +305,7 @@ def load_state_dict(real: Any, self: Any, values: Any, *args: Any, **keywords: A
     if isinstance(values, shares.NoWeights):
         return modules._IncompatibleKeys([], [])
     for item in wrappers:
-        if id(self) in item.modules:
+        if id(self) in item.modules or self is item.ddp:
             item.note("L")
     return real(self, values, *args, **keywords)
 
@@ -365,6 +318,4 @@ def _refuse(what: str, owner: Any, name: str) -> None:
 
 
 _refuse("nn.DataParallel", nn.DataParallel, "__init__")
-_refuse("FSDP", fsdp.FullyShardedDataParallel, "__init__")
-_refuse("FSDP", fsdp, "fully_shard")
 _refuse("Join, whose ranks may differ by intention", DDP, "join")

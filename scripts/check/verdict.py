@@ -75,11 +75,7 @@ class Facts:
     """What all ranks told, by kind and rank."""
 
     def __init__(self, report: dict[str, Any]) -> None:
-        self.report, self.ends, self.count = report, report["ends"], report["ranks"]
-        self.events: list[list[Event]] = [
-            [event for event in report["events"] if event["rank"] == rank]
-            for rank in range(self.count)
-        ]
+        self.report, self.ends, self.count = report, report["ends"], report["world"]
         # Passes over the loader of the same lines, of the ranks that made them.
         self.passes: defaultdict[Any, list[Event]] = defaultdict(list)
         for event in self.all("pass"):
@@ -87,10 +83,6 @@ class Facts:
 
     def all(self, *kinds: str) -> list[Event]:
         return [event for event in self.report["events"] if event["kind"] in kinds]
-
-    def columns(self, kind: str) -> Iterator[tuple[Event, ...]]:
-        """Yield the first event of a kind of all ranks, then the second, and so on."""
-        yield from zip(*([e for e in own if e["kind"] == kind] for own in self.events))  # noqa: B905
 
 
 def judge(report: dict[str, Any]) -> Verdict:
@@ -102,13 +94,11 @@ def judge(report: dict[str, Any]) -> Verdict:
             level, lesson, what, do = TABLE[kind]
             what = what.format_map(seen)
             found.setdefault(kind, Finding(level, kind, lesson, seen["line"], what, do))
-    for kind, cause in (
-        ("gradients differ", "unused parameters"),
-        ("equal samples", "equal shares"),
-    ):
-        if cause in found:
-            found.pop(kind, None)
-    verdict = Verdict(report["script"], report["ranks"], report["nodes"], report["seconds"])
+    if "equal shares" in found:
+        found.pop("equal samples", None)
+    if "unused parameters" in found:  # which is why they differ
+        found.pop("gradients differ", None)
+    verdict = Verdict(report["script"], report["world"], report["nodes"], report["seconds"])
     verdict.findings = sorted(found.values(), key=lambda finding: LEVELS.index(finding.level))
     verdict.could_not = _could_not(facts, set(found))
     verdict.not_seen = list(_not_seen(facts))
@@ -116,12 +106,12 @@ def judge(report: dict[str, Any]) -> Verdict:
 
 
 def _told(facts: Facts) -> Iterator[Found]:
-    """Find what a rank told itself, and what ranks did at the same time with the same key."""
+    """Find what a rank told itself, and what ranks did at the same time that only one may do."""
     alike = defaultdict(list)
-    for event in facts.report["events"]:
-        if event["kind"] in TABLE and "same" in event:
+    for event in facts.all(*TABLE):
+        if "same" in event:
             alike[event["kind"], event["same"], event["clock"]].append(event)
-        elif event["kind"] in TABLE:
+        else:
             yield event["kind"], event
     for (kind, *_), events in alike.items():
         ranks = sorted({event["rank"] for event in events})
@@ -130,7 +120,7 @@ def _told(facts: Facts) -> Iterator[Found]:
 
 
 def _errors(facts: Facts) -> Iterator[Found]:
-    """Find errors of DDP itself. Any other exception is no finding."""
+    """Find errors of DDP itself, and explain some by other findings. Others are no finding."""
     saved = {event["path"] for event in facts.all("every rank saves", "renamed")}
     for end in facts.ends.values():
         message, names = end.get("message", ""), end.get("names", [])
@@ -138,21 +128,29 @@ def _errors(facts: Facts) -> Iterator[Found]:
         if UNUSED in message:
             end["explained"] = "unused parameters"
             listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
-            numbers = [int(number) for number in listed[1].split()] if listed else []
-            named = [names[0][n] for n in numbers if n < len(names[0])] if len(names) == 1 else []
-            yield "unused parameters", {**end, "what": _few(named or ["some"])}
-        if (INPLACE in message and "FF" in letters) or TWICE in message:
+            numbers = map(int, listed[1].split()) if listed and len(names) == 1 else ()
+            unused = [names[0][n] for n in numbers if n < len(names[0])] or ["some"]
+            yield "unused parameters", {**end, "unused": ", ".join(unused[:4])}
+        elif (INPLACE in message and "FF" in letters) or TWICE in message:
             end["explained"] = "two forwards"
-            what = f"DDP cannot follow: {message.splitlines()[0][:120]}"
-            yield "two forwards", {**end, "what": what}
-        if "FileNotFoundError" in message and any(path in message for path in saved):
+            yield "two forwards", {**end, "what": f"DDP says {message.splitlines()[0][:120]}"}
+        elif "FileNotFoundError" in message and any(path in message for path in saved):
             end["explained"] = "loaded before saved"
-        if "invalid device ordinal" in message:
+        elif "invalid device ordinal" in message:
             end["explained"] = "device by global rank"
 
 
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+def _learning(facts: Facts) -> Iterator[Found]:
+    by_optimizer: defaultdict[Any, list[Event]] = defaultdict(list)
+    for step in facts.all("step"):
+        by_optimizer[step["rank"], step["optimizer"]].append(step)
+    for steps in by_optimizer.values():
+        if len(steps) > 1 and all(value[3] is None for step in steps for value in step["values"]):
+            yield "trains nothing", {**steps[0], "parameters": len(steps[0]["values"])}
+    grads = [v[3] for step in facts.all("step") for v in step["values"] if v[1] == "averaged"]
+    for event in facts.all("wrapped"):
+        if event["searches"] and grads and all(grad and any(grad) for grad in grads):
+            yield "needless find_unused_parameters", event
 
 
 def _conflict(facts: Facts) -> Iterator[Found]:
@@ -165,8 +163,6 @@ def _conflict(facts: Facts) -> Iterator[Found]:
     kind, what = conflict["kind"], "; ".join(told)
     if kind == "equal ranks":
         what = str([own["rank"] for own in signatures])
-    elif kind == "other collectives" and names in ({"gradients"}, {"DistributedDataParallel"}):
-        kind, what = "other models", str([own["elements"] for own in signatures])
     elif len(names) == 1:
         what += f" with {signatures}"
     yield kind, {"line": calls[0][1][3], "what": what}
@@ -180,59 +176,59 @@ def _differ(values: list[Any], tolerance: float) -> bool:
 
 
 def _divergence(facts: Facts) -> Iterator[Found]:
-    """Find the first step at which ranks differ, and its cause in what came before it."""
-    has_wrapper, told = bool(facts.all("wrapped")), set()
-    if not has_wrapper and not facts.all("averaged by hand"):
-        return
-    for steps in facts.columns("step"):
-        line, rates = steps[0]["line"], [step["rates"] for step in steps]
+    """Find the first step at which ranks differ, for each way to belong to a wrapper."""
+    told: set[str] = set()
+    has_wrapper = bool(facts.all("wrapped"))
+    ranks = range(facts.count) if has_wrapper or facts.all("averaged by hand") else ()
+    by_rank = [[step for step in facts.all("step") if step["rank"] == rank] for rank in ranks]
+    for steps in zip(*by_rank):  # noqa: B905
         for values in zip(*(step["values"] for step in steps), strict=False):
             name, kind, *_ = values[0]
-            before, grads, after = ([value[part] for value in values] for part in (2, 3, 4))
-            if kind in told or any(value[0] != name for value in values):
-                continue
-            shown = [None if value is None else float(f"{value[0]:.6g}") for value in grads]
-            what = f"the gradients of {name} add up to {shown} on the ranks"
-            if kind != "averaged" and _differ(grads, 1e-6):
-                yield kind if has_wrapper else "not averaged", {"line": line, "what": what}
-            elif kind == "averaged" and _differ(before, 1e-9):
-                sums = [value[0] for value in before]
-                what = f"before a step the weights of {name} add up to {sums} on the ranks"
-                loads = [at for s in steps for own in s["events"] for c, at in own if c == "L"]
-                cause = "loaded" if loads else "changed"
-                yield f"{cause} after wrapping", {"line": [*loads, line][0], "what": what}
-            elif _differ(grads, 1e-6):
-                cause, place = _cause(steps)
+            if not {kind, "averaged"} & told and len({value[0] for value in values}) == 1:
+                cause, line, sums = _cause(steps, values)
+                cause = cause if has_wrapper or cause != kind else "not averaged"
+                shown = [own and float(f"{own[0]:.6g}") for own in sums]
                 unused = [v[0] for v in steps[0]["values"] if v[1] == "averaged" and v[3] is None]
                 if cause == "gradients differ" and unused:
-                    cause, what = "unused parameters", _few(unused)
-                yield cause, {"line": place, "what": what}
-            elif _differ(after, 1e-9) and not _differ(before, 1e-9):
-                cause = "steps differ" if rates[1:] == rates[:-1] else "other learning rates"
-                what = f"{name} differs after a step with equal gradients: {rates}"
-                yield cause, {"line": line, "what": what}
-            else:
-                continue
-            told.add(kind)
-        if "averaged" in told:
-            return
+                    cause = "unused parameters"
+                seen = {"line": line, "name": name, "sums": shown, "unused": ", ".join(unused[:4])}
+                seen["what"] = f"the gradients of {name} add up to {shown} on the ranks"
+                if cause:
+                    told.add(kind)
+                    yield cause, {**seen, "rates": [step["rates"] for step in steps]}
 
 
-def _cause(steps: Any) -> tuple[str, str]:
-    """Tell by the forwards (F, under no_sync f, past the wrapper P) and backwards (B) of a step."""
-    for events in (own for step in steps for own in step["events"]):
-        letters = "".join(letter for letter, _ in events if letter in "FfPB")
-        places = dict(reversed(events))
+def _cause(steps: Any, values: Any) -> tuple[str, str, list[Any]]:
+    """Tell why a parameter differs, by the forwards and backwards since the step before.
+
+    They are F, under no_sync f, past the wrapper P, and B. L is load_state_dict.
+    """
+    kind, line = values[0][1], steps[0]["line"]
+    before, grads, after = ([value[part] for value in values] for part in (2, 3, 4))
+    apart, logs = _differ(grads, 1e-6), [own for step in steps for own in step["events"]]
+    if kind != "averaged" and apart:
+        return kind, line, grads
+    if _differ(before, 1e-9):
+        loads = [place for own in logs for letter, place in own if letter == "L"]
+        cause = f"{'loaded' if loads else 'changed'} after wrapping"
+        return cause if kind == "averaged" else "", [*loads, line][0], before
+    if not apart:
+        same = all(step["rates"] == steps[0]["rates"] for step in steps)
+        cause = "steps differ" if same else "other learning rates"
+        return cause if _differ(after, 1e-9) else "", line, after
+    for own in logs:
+        letters = "".join(letter for letter, _ in own if letter in "FfPB")
+        places = dict(reversed(own))
         two = re.search("[Ff]P*[Ff]P*B", letters)
         if "P" in letters and not two:
-            return "past the wrapper", places["P"]
+            return "past the wrapper", places["P"], grads
         if letters.rstrip("B")[-1:] == "f":
-            return "no_sync at the step", places["f"]
+            return "no_sync at the step", places["f"], grads
         if two:
-            return "two forwards", places.get("F") or places["f"]
+            return "two forwards", places.get("F") or places["f"], grads
         if "BB" in letters:
-            return "two backwards", places["B"]
-    return "gradients differ", steps[0]["line"]
+            return "two backwards", places["B"], grads
+    return "gradients differ", line, grads
 
 
 def _shares(facts: Facts) -> Iterator[Found]:
@@ -272,26 +268,26 @@ def _evaluation(facts: Facts) -> Iterator[Found]:
         sets = [set(item["base"]) for item in items]  # a Subset may be the share of its rank
         if len(items) < facts.count or not all(sets) or all(own == sets[0] for own in sets):
             continue
+        counts = [len(item["base"]) for item in items]
         if _combined(facts, first) is False:
-            counts = " + ".join(str(len(item["base"])) for item in items)
-            yield "evaluates a share", {**first, "counts": counts}
-        seen, union = sum(len(item["base"]) for item in items), set().union(*sets)
-        if first["drop_last"]:
-            if missing := first["length"] - len(union):
-                yield "leaves samples out", {**first, "missing": missing}
-        elif seen > len(union) or first["sampler"] == "DistributedSampler":
+            yield "evaluates a share", {**first, "counts": " + ".join(map(str, counts))}
+        union = len(set().union(*sets))
+        if first["drop_last"] and union < first["length"]:
+            yield "leaves samples out", {**first, "missing": first["length"] - union}
+        elif sum(counts) > union or first["sampler"] == "DistributedSampler":
             yield "padded evaluation", first
 
 
 def _combined(facts: Facts, item: Event) -> bool | None:
     """Whether a collective combined results after an evaluation began, before training went on."""
     is_over = False
-    for event in facts.events[item["rank"]]:
+    for event in facts.report["events"]:
         is_over = is_over or event is item
-        if is_over and event["kind"] == "step":
-            return False
-        if event["kind"] == "combined" and event["clock"] > item["begun"]:
-            return True
+        if event["rank"] == item["rank"]:
+            if is_over and event["kind"] == "step":
+                return False
+            if event["kind"] == "combined" and event["clock"] > item["begun"]:
+                return True
     return False if facts.ends[item["rank"]]["how"] == "ended" else None
 
 
@@ -309,20 +305,14 @@ def _loads(facts: Facts) -> Iterator[Found]:
 def _could_not(facts: Facts, kinds: set[str]) -> str:
     for how in ("error", "not judged", "again"):
         for rank, end in facts.ends.items():
-            if end["how"] != how or end.get("explained") in kinds:
-                continue
-            if how == "again":
-                return (
-                    f"it starts {end['ranks']} processes: give it arguments with which it starts"
-                    f" {facts.count}, or give --ranks"
-                )
-            message = end["message"].strip().splitlines()[0][:300]
-            if how == "not judged" or message.startswith("it needs the package"):
-                return message
-            real = " (it needs a real GPU)" if NO_GPU.search(end["message"]) else ""
-            tail = (facts.report["outputs"][rank].strip().splitlines() or [""])[-1][:200]
-            at = f" at {end['line']}" if end["line"] else f", whose last line was: {tail}"
-            return f"{message}{real}, on rank {rank}{at}"
+            if end["how"] == how and end.get("explained") not in kinds:
+                message = end["message"].strip().splitlines()[0][:300]
+                if how != "error" or "needs the package" in message:
+                    return message
+                real = " (it needs a real GPU)" if NO_GPU.search(end["message"]) else ""
+                tail = (facts.report["outputs"][rank].strip().splitlines() or [""])[-1][:200]
+                at = f" at {end['line']}" if end["line"] else f", whose last line was: {tail}"
+                return f"{message}{real}, on rank {rank}{at}"
     if stands := facts.report["stands"]:
         places = ", ".join(f"rank {rank} at {place}" for rank, place in stands.items())
         return f"not done after {facts.report['limit']:.0f} s (--limit): {places}"
@@ -348,4 +338,4 @@ def _not_seen(facts: Facts) -> Iterator[str]:
         yield f"writing to {', '.join(paths[:3])}: it went to a copy, which is removed"
 
 
-LOOKS = (_errors, _conflict, _divergence, _told, _shares, _evaluation, _loads)
+LOOKS = (_errors, _conflict, _divergence, _told, _learning, _shares, _evaluation, _loads)
