@@ -13,6 +13,8 @@ ALTER_BUSY computes for six seconds then.
 watched: under pretended GPUs each rank prints how often it waited for one between two steps, as in
 20:45, and which of them it has opened.
 
+stuck: after five batches the rank's loader worker gives no more.
+
 frozen, buffer, code, batches: the rank has another model, or other data. empty: no other rank than
 rank 0 finds a checkpoint. clock: a step takes a second, the first one a hundred. float64, float32:
 weights are of that type, and each rank prints their checksum, its last seed and the outputs' type.
@@ -168,6 +170,13 @@ def load_other(*args):
     return train, test
 
 
+def stick(batch):
+    given.append(data.get_worker_info())
+    if is_chosen() and sum(map(bool, given)) > 5:
+        time.sleep(600)
+    return collate(batch)
+
+
 class OtherConvNet(models.ConvNet):
     """One line of its source differs."""
 
@@ -315,6 +324,8 @@ evaluation.evaluate = before("evaluate", evaluation.evaluate)
 run.weights_sha256 = before("results", run.weights_sha256)
 if HOW in ("float64", "float32"):
     run.Run.__exit__, models.loss_and_counts = show_and_leave, note_dtype
+if HOW == "stuck":
+    collate, given, data.collate, data.BATCH_TIMEOUT = data.collate, [], stick, 0.5
 if HOW == "empty":
     checkpoint.Checkpointer._read_newest = read_newest
 if HOW == "clock":

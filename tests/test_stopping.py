@@ -271,6 +271,18 @@ def test_a_signal_in_the_last_steps_stops_before_the_evaluation(
     assert len(metrics(tmp_path / "run")) == 1
 
 
+def test_a_stop_while_the_loader_is_stuck_keeps_the_steps(synthetic_dir, tmp_path):
+    flag, extra = tmp_path / "flag", ["--model", "linear", "--num-workers", 1]
+    words = script("train_single.py", *flags(synthetic_dir, tmp_path / "run", *extra))
+    words = through_altered(words)
+    process = start(*words, ALTER="stuck", ALTER_AT="5", ALTER_FLAG=str(flag))
+    wait_until(flag.exists)
+    process.terminate()
+    assert finish(process, 60).returncode == 143
+    found = status(tmp_path / "run")
+    assert (found["state"], found["global_step"]) == ("stopped", 5)
+
+
 # Failures
 
 

@@ -90,8 +90,7 @@ def explain(error: Exception) -> Exception:
     if isinstance(error, UserError):  # it has been explained
         return error
     text = str(error)
-    is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    if is_memory or "can't allocate memory" in text:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
         return UserError(MEMORY)
     if unused := UNUSED.findall(text):
         return UserError(

@@ -48,10 +48,8 @@ def replace_file(path: Path, content: bytes | memoryview, keep_as: Path | None =
         error.filename = str(path)  # of a full disk the system gives no name
         raise
     folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the folder's names, or a crash could undo the replacement
-    finally:
-        os.close(folder)
+    os.fsync(folder)  # the folder's names, or a crash could undo the replacement
+    os.close(folder)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

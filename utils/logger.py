@@ -77,8 +77,8 @@ class Logger:
             from torch.utils.tensorboard import SummaryWriter
 
             # TensorBoard discards events beyond the checkpoint that the run starts from.
-            start = self.progress.samples_seen
-            self.writer = SummaryWriter(str(self.folder), purge_step=start + 1)
+            next_image = self.progress.samples_seen + 1
+            self.writer = SummaryWriter(str(self.folder), purge_step=next_image)
 
     def start_epoch(self, steps: int) -> None:
         """Show the bar of an epoch that has this many steps left."""

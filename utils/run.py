@@ -178,11 +178,10 @@ class Run:
             if self._profiler is not None:
                 self._logger.say(self._profiler.finish())
                 self._profiler = None
-        except signals.Stopped as stop:  # the loader gives no batch, and no other rank waits
-            if distributed.world_size() > 1:
+        except signals.Stopped:  # the loader gives no batch
+            if distributed.world_size() > 1:  # the other ranks wait for this one in a backward
                 raise
-            self.signal = stop.number
-            self._save_sums()
+            self._agree_and_save(False)
         finally:
             # After an error too, so nothing here waits for the device, which may wait in vain for
             # a rank that is lost.
@@ -306,13 +305,11 @@ class Run:
         if progress.global_step != self.facts["resumed_from"] or not path.exists():
             write_json(path, summary)
         self._status.write("complete", epochs=progress.epochs, max_steps=progress.max_steps)
-        result = f"loss {summary['test_loss']:.4f}"
-        if summary["test_accuracy"] is not None:
-            correct, count = summary["test_correct"], summary["test_count"]
-            result = f"accuracy {summary['test_accuracy']:.2%}, {correct:,} of {count:,}"
-        self._logger.say(
-            f"test {result}, after {summary['total_seconds']:.1f} s\nsummary in {path}"
-        )
+        correct, count, seconds = summary["test_correct"], test.count, summary["total_seconds"]
+        result = f"loss {test.loss:.4f}"
+        if correct is not None:
+            result = f"accuracy {correct / count:.2%}, {correct:,} of {count:,}"
+        self._logger.say(f"test {result}, after {seconds:.1f} s\nsummary in {path}")
 
     def _check_finite(self, metrics: Metrics, where: str) -> None:
         if not metrics.is_finite:

@@ -71,7 +71,8 @@ def open_run(
     try:
         folder = Path(path) if path else _find(resume, launch, flags)
         folder.mkdir(parents=True, exist_ok=True)
-        if resume and "technique" not in read_status(folder):
+        has_run = "technique" in read_status(folder) or (folder / "checkpoints").exists()
+        if resume and not has_run:
             _check_begin(folder)
         lock_file(folder / ".lock")  # never closed: the lock ends with this process
         status = read_status(folder)
@@ -98,8 +99,6 @@ def open_run(
 
 def _check_begin(folder: Path) -> None:
     """Say that ``--resume`` begins a new run here, and refuse a folder with files of others."""
-    if (folder / "checkpoints").exists():
-        return
     for path in folder.rglob("*"):
         if path.is_file() and not any(map(path.match, KNOWN)):
             raise UsageError(

@@ -35,10 +35,6 @@ class Interrupted(UserError):
 
     exit_status = 128 + signal.SIGINT
 
-    def __init__(self) -> None:
-        super().__init__("interrupted by a second Ctrl-C")
-        self.reported_elsewhere = multiprocessing.parent_process() is not None
-
 
 _received = 0
 _before_end: Callable[[Exception], None] | None = None
@@ -116,7 +112,9 @@ def _watch(reader: int) -> None:
             _note(number)  # the main thread may be unable to
             first = first or time.monotonic()
             if number == signal.SIGINT and time.monotonic() - first > SAME_CTRL_C_SECONDS:
-                end_at_once(Interrupted())
+                error = Interrupted("interrupted by a second Ctrl-C")
+                error.reported_elsewhere = multiprocessing.parent_process() is not None
+                end_at_once(error)
 
 
 def end_at_once(error: UserError) -> NoReturn:
