@@ -18,14 +18,6 @@ SLOW = {
 }
 
 
-def test_no_lesson_imports_another():
-    for name in LESSONS:
-        source = (FOLDER / f"{name}.py").read_text()
-        imported = re.findall(r"^\s*(?:from|import) (\w+)", source, flags=re.MULTILINE)
-        assert imported
-        assert not {*imported} & {*LESSONS}, name
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in LESSONS]
 )
