@@ -65,6 +65,7 @@ class Ranks:
             self.stop()
         kept = {k: v for k, v in os.environ.items() if not LAUNCHERS.search(k)}
         kept |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "MPLBACKEND": "Agg"}
+        kept["TORCH_DISTRIBUTED_DEBUG"] = "INFO"  # DDP names the parameters that it missed
         new = range(len(self.processes), count)
         for rank in new:
             ours, theirs = Pipe()
@@ -121,11 +122,10 @@ class Ranks:
             report = {**job.report(root), **about, "script": script.name}
             shutil.rmtree(root.parent, ignore_errors=True)
             again = [end for end in report["ends"].values() if end["how"] == "again"]
-            wanted = [(end["ranks"], end["mode"]) for end in again][:1]
-            if not wanted or wanted[0] in tried or not 2 <= wanted[0][0] <= MOST_RANKS:
+            ranks, mode = next(((end["ranks"], end["mode"]) for end in again), tried[-1])
+            if (ranks, mode) in tried or not 2 <= ranks <= MOST_RANKS or ranks % nodes:
                 report["polls"] = "while not os.path" in script.read_text(errors="replace")
                 return verdict.judge({**report, "seconds": time.monotonic() - began})
-            ranks, mode = wanted[0]
 
 
 class Job:
@@ -222,16 +222,12 @@ def _home(script: Path, folder: Path) -> Path:
 
 def copy_code(source: Path, target: Path) -> None:
     """Copy what may be read as code. Link large files, data, and folders of many files."""
-    target.mkdir()
     left, folders = ENTRIES, [(source, target)]
-    while folders:
-        old, new = folders.pop(0)
-        for entry in os.scandir(old):
-            path, left = Path(new, entry.name), left - 1
-            if entry.name in SKIPPED:
-                continue
-            if entry.is_dir() and left > 0 and not entry.is_symlink():
-                path.mkdir()
+    for old, new in folders:  # which grows meanwhile
+        new.mkdir()
+        for entry in (entry for entry in os.scandir(old) if entry.name not in SKIPPED):
+            path, left = new / entry.name, left - 1
+            if entry.is_dir(follow_symlinks=False) and left > 0:
                 folders.append((Path(entry.path), path))
             elif path.suffix in CODE and entry.is_file() and entry.stat().st_size <= SMALL:
                 shutil.copyfile(entry.path, path)

@@ -106,11 +106,6 @@ def cuda(real: Any, self: nn.Module, device: Any = None) -> nn.Module:
 
 
 @around(torch)
-def load(real: Any, f: Any, map_location: Any = None, *args: Any, **keywords: Any) -> Any:
-    return real(f, map_location if callable(map_location) else "cpu", *args, **keywords)
-
-
-@around(torch)
 def compile(real: Any, model: Any = None, *args: Any, **options: Any) -> Any:
     record.tell("left out", what="torch.compile")
     if isinstance(model, nn.Module):

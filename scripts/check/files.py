@@ -115,11 +115,11 @@ def save(real: Any, obj: Any, f: Any, *args: Any, **keywords: Any) -> None:
 
 
 @around(torch)
-def load(real: Any, f: Any, *args: Any, **keywords: Any) -> Any:
+def load(real: Any, f: Any, map_location: Any = None, *args: Any, **keywords: Any) -> Any:
     if isinstance(f, str | os.PathLike):
         f = inside(f, write=False)
         record.tell("load", path=name_of(f), sure=True)
-    return real(f, *args, **keywords)
+    return real(f, map_location if callable(map_location) else "cpu", *args, **keywords)
 
 
 def _audit(event: str, args: Any) -> None:

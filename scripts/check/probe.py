@@ -37,7 +37,11 @@ def serve(connection: Connection) -> None:
         while True:
             request = connection.recv()
             if not os.fork():
-                run(connection, request)
+                try:
+                    run(connection, request)
+                finally:  # an error of the check itself, which is in the script's output
+                    traceback.print_exc()
+                    record.exit_now(1)
             os.wait()
             connection.send(("over", None))
 
@@ -109,7 +113,6 @@ def _failed(error: BaseException, wrappers: list[Any]) -> None:
         "error",
         message=message,
         events=[item.events for item in wrappers],
-        names=[list(item.trained.values()) for item in wrappers],
         line=f"{os.path.relpath(own[-1][0], state.root)}:{own[-1][1]}" if own else "",
     )
 

@@ -4,6 +4,7 @@ The launcher answers a collective once all ranks have announced theirs. So a ran
 one, or none, is seen at once, without a timeout.
 """
 
+import contextlib
 import functools
 import inspect
 import os
@@ -43,7 +44,7 @@ state = State()
 quietly = Nested()  # inside a collective, whose own collectives are not announced
 at_the_end: list[Callable[[], None]] = []
 _lock = threading.RLock()
-_exit = os._exit
+exit_now = os._exit
 
 
 def around(*owners: Any, name: str = "") -> Any:
@@ -109,8 +110,9 @@ def leave(how: str, **facts: Any) -> NoReturn:
     for finish in at_the_end:
         finish()
     tell("end", **{"how": how, "line": "", **facts})
-    sys.stdout.flush()
-    _exit(0)
+    with contextlib.suppress(Exception):  # the script may have replaced it
+        sys.stdout.flush()
+    exit_now(0)
 
 
 def again(ranks: int, mode: str) -> NoReturn:

@@ -28,7 +28,6 @@ SETS = {  # torchvision's: size, channels, classes, training and test samples
     "FashionMNIST": (28, 1, 10, 60000, 10000),
     "CIFAR10": (32, 3, 10, 50000, 10000),
     "CIFAR100": (32, 3, 100, 50000, 10000),
-    "SVHN": (32, 3, 10, 73257, 26032),
     "ImageNet": (256, 3, 1000, 1281167, 50000),
     "ImageFolder": (256, 3, 2, 2048, 512),
 }
@@ -36,8 +35,9 @@ OF_WORKERS = ("num_workers", "pin_memory", "timeout", "multiprocessing_context",
 OF_WORKERS += ("persistent_workers", "pin_memory_device", "in_order")  # type: ignore[assignment]
 whole_lengths = record.Nested()  # while data sets tell them
 _open: list["Pass"] = []
-_counts: Counter[str] = Counter()
-_former: dict[str, "Pass"] = {}  # the training pass before, by the loader
+_known: dict[str, list[Any]] = {}  # data sets, by the lines of their loaders
+_counts: Counter[Any] = Counter()
+_former: dict[Any, "Pass"] = {}  # the training pass before, by the loader
 _pending: list["Pass"] = []  # fetched since the last forward
 _latest: list["Pass"] = []  # what the last forward saw
 
@@ -111,8 +111,7 @@ class Pass:
     def __init__(self, loader: Any) -> None:
         self.key, self.line, self.workers = "", "", 0  # and what else is known of the loader
         self.__dict__.update(loader._about)
-        self.number, self.begun = _counts[self.key], state.clock
-        _counts[self.key] += 1
+        self.number, self.begun = -1, state.clock  # the number follows with the first forward
         self.mode: bool | None = None
         self.samples = 0
         self.trained = self.evaluated = self.through = self.complete = False
@@ -121,7 +120,7 @@ class Pass:
         self.drawn: Any = None  # what tells the last batch from another one
         is_stream = isinstance(loader.dataset, data.IterableDataset)
         self.length = 0 if is_stream else len(loader.dataset)
-        self.content = content(loader.dataset) if self.length and self.number == 0 else None
+        self.content = content(loader.dataset) if self.length and not _counts[self.key] else None
 
     def fetch(self, loader: Any, iterator: Any, index: Any) -> Any:
         """Return a batch. Workers would draw from seeds of their own, which follow from one."""
@@ -148,6 +147,10 @@ class Pass:
         if self not in _open:
             return
         _open.remove(self)
+        if self in _pending:
+            _pending.remove(self)
+        if self.number < 0:  # a mere look at the data
+            return
         evaluates = not self.trained and (self.evaluated or self.mode is False)
         facts = vars(self) | {"evaluates": evaluates, "epoch": self.number + 1}
         record.tell("pass", **facts)
@@ -177,6 +180,9 @@ def forward_begins(grads: bool, through: bool, mode: bool | None) -> bool:
     _latest[:] = _pending
     _pending.clear()
     for item in _latest:
+        if item.number < 0:
+            item.number = _counts[item.key]
+            _counts[item.key] += 1
         item.evaluated = item.evaluated or not grads
         item.through = item.through or through
         item.mode = mode if item.mode is None else item.mode
@@ -202,18 +208,18 @@ def _shorten(kind: Any) -> None:
         _shorten(child)
 
 
-@around(data.WeightedRandomSampler, name="__init__")
-def weighted(real: Any, self: Any, weights: Any, num_samples: int, *args: Any, **more: Any) -> None:
-    real(self, weights, shorter(num_samples), *args, **more)
-
-
 @around(data.DataLoader, name="__init__")
 def loader(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
     given = record.arguments(real, self, *args, **keywords)
     sampler, size, whole = given.get("sampler"), given.get("batch_size", 1), None
     with whole_lengths, contextlib.suppress(Exception):
         whole = len(sampler or given["dataset"]), size
-    own: dict[str, Any] = {"key": " < ".join(record.frames()), "line": next(record.frames(), "")}
+    # A loader is known by its lines and, where a loop makes several, by the number of its data set.
+    key = " < ".join(record.frames())
+    known = _known.setdefault(key, [])
+    number = next((n for n, one in enumerate(known) if one is given["dataset"]), len(known))
+    known += [given["dataset"]] if number == len(known) else []
+    own: dict[str, Any] = {"key": (key, number), "line": next(record.frames(), "")}
     own["drop_last"] = given.get("drop_last", False) or getattr(sampler, "drop_last", False)
     own |= {"workers": given.get("num_workers", 0), "whole": whole}
     self.__dict__["_about"] = own | {"sampler": type(sampler).__name__}
@@ -228,15 +234,11 @@ def batches(real: Any, self: Any) -> Iterator[Any]:
     iterator, item = real(self), Pass(self)
     _open.append(item)
     try:
-        while item.samples <= SAMPLES * state.world + BATCH:
-            try:
-                batch = item.fetch(self, iterator, next(iterator._sampler_iter))
-            except StopIteration:
-                item.complete = True
-                return
-            yield batch
+        with contextlib.suppress(StopIteration):  # an IterableDataset raises it as well
+            while item.samples <= SAMPLES * state.world + BATCH:
+                yield item.fetch(self, iterator, next(iterator._sampler_iter))
+            record.tell("left out", what="the end of an epoch: a loader was stopped after a while")
         item.complete = True
-        record.tell("left out", what="the end of an epoch: a loader was stopped after some batches")
     finally:
         item.finish()
 
@@ -261,8 +263,8 @@ def _stand_in(name: str, real: Any, size: int, channels: int, classes: int, *len
 
     class Drawn(torchvision.datasets.FakeData):
         def __new__(cls, *args: Any, **keywords: Any) -> Any:
-            root = record.arguments(real, *args, **keywords)["root"]
-            is_there = name == "ImageFolder" and os.path.isdir(root)
+            is_plain = name == "ImageFolder" and cls is Drawn
+            is_there = is_plain and os.path.isdir(record.arguments(real, *args, **keywords)["root"])
             return real(*args, **keywords) if is_there else super().__new__(cls)
 
         def __init__(self, *args: Any, **keywords: Any) -> None:
@@ -272,10 +274,12 @@ def _stand_in(name: str, real: Any, size: int, channels: int, classes: int, *len
             if given.get("download"):
                 record.tell("every rank downloads", same=(name, state.node), name=name)
             split = given.get("split", "train" if given.get("train", True) else "test")
-            self.train = split in ("train", "extra") and "val" not in str(given["root"])
-            length, shape = lengths[not self.train], (channels, size, size)
-            how = given.get("transform"), given.get("target_transform")
-            super().__init__(length, shape, classes, *how)
+            self.train = split == "train" and "val" not in str(given["root"])
+            length, how = (
+                lengths[not self.train],
+                (given.get("transform"), given.get("target_transform")),
+            )
+            super().__init__(length, (channels, size, size), classes, *how)
             self.classes = [str(number) for number in range(classes)]
             self.targets = self.labels = [number % classes for number in range(length)]
             if size < 99:  # as the real one holds its images

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook as after_ste
 from torch.optim.optimizer import register_optimizer_step_pre_hook as before_step
 
 SHOWN = 40  # steps that are compared
-COLLECTIVE = re.compile("reduce|gather|broadcast|scatter|all_to_all|barrier")
+COLLECTIVE = re.compile("new_group|reduce|gather|broadcast|scatter|all_to_all|barrier")
 NORM_DROPOUT = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
 GradScaler = torch.amp.grad_scaler.GradScaler
 wrappers: list["Watched"] = []
@@ -41,7 +41,7 @@ class Watched:
         named = list(ddp.module.named_parameters())
         self.ddp = ddp
         self.names = {id(p): name for name, p in named}
-        self.trained = {id(p): name for name, p in named if p.requires_grad}
+        self.trained = {id(p) for _, p in named if p.requires_grad}
         self.modules = {id(module) for module in ddp.module.modules()}
         self.inside = record.Nested()  # its forward
         self.events: list[tuple[str, str]] = []  # since the last step: a letter and a line
@@ -76,15 +76,6 @@ def init_process_group(real: Any, *args: Any, **keywords: Any) -> None:
     record.tell("group")
 
 
-@around(dist, c10d)
-def new_group(real: Any, ranks: Any = None, *args: Any, **keywords: Any) -> Any:
-    if record.quietly.depth:
-        return real(ranks, *args, **keywords)
-    record.call("new_group", members=None if ranks is None else list(ranks))
-    with record.quietly:
-        return real(ranks, backend="gloo")
-
-
 def _announce(name: str) -> None:
     def collective(real: Any, *args: Any, **keywords: Any) -> Any:
         given = record.arguments(real, *args, **keywords)
@@ -92,7 +83,7 @@ def _announce(name: str) -> None:
         outside = group is dist.GroupMember.NON_GROUP_MEMBER
         if record.quietly.depth or outside or not dist.is_initialized():
             return real(*args, **keywords)
-        facts = {key: given[key] for key in ("src", "dst") if given.get(key) is not None}
+        facts = {key: given[key] for key in ("src", "dst", "ranks") if given.get(key) is not None}
         tensor = next((item for item in given.values() if isinstance(item, Tensor)), None)
         if tensor is not None and "all_to_all" not in name:  # whose sizes may differ
             facts |= {"elements": tensor.numel(), "dtype": str(tensor.dtype)}
@@ -102,8 +93,10 @@ def _announce(name: str) -> None:
         record.call(name, dist.get_process_group_ranks(group or dist.group.WORLD), **facts)
         if re.search("reduce|gather", name):
             record.tell("combined")
+        if name == "new_group":
+            given["backend"] = "gloo"
         with record.quietly:
-            return real(*args, **keywords)
+            return real(**given)
 
     around(dist, c10d, name=name)(collective)
 

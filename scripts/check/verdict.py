@@ -123,14 +123,12 @@ def _errors(facts: Facts) -> Iterator[Found]:
     """Find errors of DDP itself, and explain some by other findings. Others are no finding."""
     saved = {event["path"] for event in facts.all("every rank saves", "renamed")}
     for end in facts.ends.values():
-        message, names = end.get("message", ""), end.get("names", [])
+        message = end.get("message", "")
         letters = "".join(letter for own in end.get("events", []) for letter, _ in own)
         if UNUSED in message:
             end["explained"] = "unused parameters"
-            listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
-            numbers = map(int, listed[1].split()) if listed and len(names) == 1 else ()
-            unused = [names[0][n] for n in numbers if n < len(names[0])] or ["some"]
-            yield "unused parameters", {**end, "unused": ", ".join(unused[:4])}
+            names = re.search(r"Parameters which did not receive grad for rank \d+: (.*)", message)
+            yield "unused parameters", {**end, "unused": names[1][:200] if names else "some"}
         elif (INPLACE in message and "FF" in letters) or TWICE in message:
             end["explained"] = "two forwards"
             yield "two forwards", {**end, "what": f"DDP says {message.splitlines()[0][:120]}"}
