@@ -10,7 +10,6 @@ SCRIPTS = [ROOT / f"train_{technique}.py" for technique in ("single", "dp", "ddp
 CORE = sorted((ROOT / "utils").glob("[a-z]*.py"))
 DATASETS = sorted((ROOT / "utils" / "datasets").glob("[a-z]*.py"))
 CLUSTER = sorted((ROOT / "utils" / "cluster").glob("[a-z]*.py"))
-TOOLS = sorted((ROOT / "scripts" / "tools").glob("*.py"))
 CHECK = sorted((ROOT / "scripts" / "check").glob("*.py"))
 LESSONS = sorted((ROOT / "scripts" / "lessons").glob("*.py"))
 MINIMAL = sorted((ROOT / "scripts" / "minimal").glob("*.py"))

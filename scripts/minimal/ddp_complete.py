@@ -5,9 +5,10 @@
 
 Give each run a folder of its own, and start it there. The same command resumes the run from
 checkpoint.pt, also with more epochs or another number of processes. To start over, remove that
-file. After SIGTERM or Ctrl-C the run goes on at the same image, and ends with the same weights as
-if it had never been stopped. A failed process costs at most the epoch that was being trained.
-(After a signal to torchrun itself, torchrun prints a traceback of its own and ends with 1.)
+file. After SIGTERM or Ctrl-C the run goes on at the same image. With the same number of processes
+its weights become those of a run that was never stopped. A failed process costs at most the epoch
+that was being trained. (After a signal to torchrun itself, torchrun prints a traceback of its own
+and ends with 1.)
 
 With this command torchrun starts failed processes again. Without the variable they would read the
 addresses of ended processes. The variable helps with --standalone and --rdzv_backend c10d, but not
