@@ -53,7 +53,7 @@ ARROWS = {name_of(path): {module for module, _ in imports(path)} for path in PRO
         *(([path], 100) for path in LESSONS),
         *(([path], 55) for path in MINIMAL if path != COMPLETE),
         ([COMPLETE], 135),
-        (CHECK, 1406),
+        (CHECK, 1439),
     ],
     ids=lambda value: str(len(value)) + name_of(value[0]) if isinstance(value, list) else "",
 )
@@ -75,7 +75,7 @@ def lines_of_all_kinds(folder):
 
 @pytest.mark.parametrize(
     ("folder", "limit"),
-    [(".", 28_200), ("tests", 8_970), ("scripts/tools", 1_990), ("scripts/check", 2_031)],
+    [(".", 28_200), ("tests", 8_970), ("scripts/tools", 1_990), ("scripts/check", 2_076)],
 )
 def test_a_folder_stays_within_its_lines(folder, limit):
     sizes = lines_of_all_kinds(folder)

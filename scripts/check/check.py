@@ -32,7 +32,7 @@ SKIPPED = {".git", "__pycache__", "node_modules", ".venv", "venv", "env", "wandb
 SMALL, ENTRIES = 2**20, 5000  # bytes of a file that is copied; entries that are looked at
 MOST_RANKS = 8
 LAUNCHERS = re.compile(  # variables of launchers, which a script must not find here
-    "RANK$|WORLD_SIZE$|LOCAL_|GROUP_|NODE_RANK|MASTER_|TORCHELASTIC|CUDA_VIS|SLURM|OMPI|PMI"
+    "RANK$|WORLD_SIZE$|LOCAL_|GROUP_|NODE_RANK|MASTER_|TORCHELASTIC|CUDA_VIS|SLURM(?!_CPUS)|OMPI|PMI"
 )
 
 

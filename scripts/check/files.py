@@ -1,6 +1,7 @@
 """Keep all writing inside the copy of the script's folder, and note who writes and reads what."""
 
 import builtins
+import fcntl
 import io
 import os
 import shutil
@@ -120,6 +121,13 @@ def load(real: Any, f: Any, map_location: Any = None, *args: Any, **keywords: An
         f = inside(f, write=False)
         record.tell("load", path=name_of(f), sure=True)
     return real(f, map_location if callable(map_location) else "cpu", *args, **keywords)
+
+
+@around(fcntl)
+def flock(real: Any, file: Any, operation: int) -> None:
+    """Note locks, as those of the package filelock."""
+    real(file, operation)
+    state.locks += -1 if operation & fcntl.LOCK_UN else 1
 
 
 def _audit(event: str, args: Any) -> None:

@@ -10,6 +10,7 @@ import signal
 import sys
 import traceback
 import types
+from multiprocessing import synchronize
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -131,9 +132,9 @@ def _as_a_rank(count: int) -> Any:
 
 
 def _sent(given: Any) -> Any:
-    """Return what rank 0 has: there is one parent, and what it drew by chance goes to all ranks."""
-    path = f"{state.root}/.given"
-    if state.rank == 0:
+    """Return what a host's first rank has: what its parent drew by chance goes to all of them."""
+    path = f"{state.root}/.given{state.node}"
+    if state.rank % state.each == 0:
         with open(path, "wb") as file, contextlib.suppress(Exception):  # such as a queue
             pickle.dump(given, file)
     record.call("the start of the ranks")
@@ -165,6 +166,12 @@ def start(real: Any, self: Any) -> None:
 def join(real: Any, self: Any, timeout: Any = None) -> None:
     _run_processes()
     real(self, timeout)
+
+
+@around(synchronize.Barrier, name="wait")
+def barrier(real: Any, self: Any, timeout: Any = None) -> int:
+    record.call("a barrier of processes")
+    return state.rank
 
 
 def _run_processes() -> None:

@@ -36,7 +36,9 @@ OF_WORKERS += ("persistent_workers", "pin_memory_device", "in_order")  # type: i
 whole_lengths = record.Nested()  # while data sets tell them
 _open: list["Pass"] = []
 _known: dict[str, list[Any]] = {}  # data sets, by the lines of their loaders
-_counts: Counter[Any] = Counter()
+_counts: Counter[Any] = Counter()  # of passes, by the loader
+_contents: dict[Any, list[int] | None] = {}
+_downloaded: set[str] = set()  # by this process, or by the parent that it was before
 _former: dict[Any, "Pass"] = {}  # the training pass before, by the loader
 _pending: list["Pass"] = []  # fetched since the last forward
 _latest: list["Pass"] = []  # what the last forward saw
@@ -114,13 +116,15 @@ class Pass:
         self.number, self.begun = -1, state.clock  # the number follows with the first forward
         self.mode: bool | None = None
         self.samples = 0
-        self.trained = self.evaluated = self.through = self.complete = False
+        self.trained = self.evaluated = self.complete = False
         self.indices: list[int] = []
         self.base: list[int] = []
         self.drawn: Any = None  # what tells the last batch from another one
         is_stream = isinstance(loader.dataset, data.IterableDataset)
         self.length = 0 if is_stream else len(loader.dataset)
-        self.content = content(loader.dataset) if self.length and not _counts[self.key] else None
+        if self.key not in _contents:
+            _contents[self.key] = content(loader.dataset) if self.length else None
+        self.content = _contents[self.key]
 
     def fetch(self, loader: Any, iterator: Any, index: Any) -> Any:
         """Return a batch. Workers would draw from seeds of their own, which follow from one."""
@@ -152,6 +156,9 @@ class Pass:
         if self.number < 0:  # a mere look at the data
             return
         evaluates = not self.trained and (self.evaluated or self.mode is False)
+        if not self.trained and not evaluates:  # a look at the model, as at its accuracy
+            _counts[self.key] -= 1
+            return
         facts = vars(self) | {"evaluates": evaluates, "epoch": self.number + 1}
         record.tell("pass", **facts)
         if evaluates and self.mode and self.complete:
@@ -173,7 +180,7 @@ def base_index(dataset: Any, index: int) -> int:
     return index
 
 
-def forward_begins(grads: bool, through: bool, mode: bool | None) -> bool:
+def forward_begins(grads: bool, mode: bool | None) -> bool:
     """Note what the batches fetched last are used for; return whether there were any."""
     if not _pending:
         return False
@@ -184,7 +191,6 @@ def forward_begins(grads: bool, through: bool, mode: bool | None) -> bool:
             item.number = _counts[item.key]
             _counts[item.key] += 1
         item.evaluated = item.evaluated or not grads
-        item.through = item.through or through
         item.mode = mode if item.mode is None else item.mode
     return True
 
@@ -271,8 +277,9 @@ def _stand_in(name: str, real: Any, size: int, channels: int, classes: int, *len
             given = record.arguments(real, *args, **keywords)
             given |= given.pop("kwargs", {})
             record.tell("left out", what=f"the data set {name} (drawn images instead)")
-            if given.get("download"):
+            if given.get("download") and name not in _downloaded:
                 record.tell("every rank downloads", same=(name, state.node), name=name)
+                _downloaded.add(name)
             split = given.get("split", "train" if given.get("train", True) else "test")
             self.train = split == "train" and "val" not in str(given["root"])
             length, how = (
@@ -288,6 +295,10 @@ def _stand_in(name: str, real: Any, size: int, channels: int, classes: int, *len
             if channels == 1:
                 self.data = torch.from_numpy(self.data[..., 0])  # type: ignore[assignment]
                 self.targets = torch.tensor(self.targets)  # type: ignore[assignment]
+
+        def __getitem__(self, index: int) -> Any:
+            with whole_lengths:  # a split has indices of the whole
+                return super().__getitem__(index)
 
     return Drawn
 

@@ -54,7 +54,7 @@ def compiled(data: bytes, path: str) -> types.CodeType:
     if found := re.search(rf"^(?:import|from) ({FOREIGN})\b", text, re.M):
         record.leave("not judged", message=f"it uses {found[1]}, which is not judged")
     text = WRITTEN.sub(lambda m: m[1] + m[2] + str(bounded(m[1], int(m[3]))), text)
-    text = LOOP.sub(lambda m: m[1] + str(bounded("epochs", int(m[2]))), text)
+    text = LOOP.sub(lambda m: m[1] + str(bounded("epoch", int(m[2]))), text)  # 1 stays 1
     return compile(text, path, "exec", dont_inherit=True)
 
 
@@ -98,8 +98,9 @@ class Finder:
 def parse_known_args(real: Any, self: Any, args: Any = None, namespace: Any = None) -> Any:
     args = list(sys.argv[1:] if args is None else args)
     for spelled in ("--local_rank", "--local-rank"):
-        wants = spelled in self._option_string_actions and state.mode == "torchrun"
-        if wants and not any(str(item).startswith(spelled) for item in args):
+        option = self._option_string_actions.get(spelled) if state.mode == "torchrun" else None
+        given = {str(item).partition("=")[0] for item in args}
+        if option and not given.intersection(option.option_strings):
             args.append(f"{spelled}={state.rank % state.each}")
     found, rest = real(self, args, namespace)
     for name, value in list(vars(found).items()):

@@ -128,7 +128,7 @@ def wrap(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
     given = record.arguments(real, self, *args, **keywords)
     given.pop("output_device", None)
     placed = [part.__dict__.get("_pretended") for part in given["module"].modules()]
-    placed = given.pop("device_ids", None) or [own for own in placed if own is not None]
+    placed = [own for own in placed if own is not None] + (given.pop("device_ids", None) or [])
     if dist.is_initialized():
         ranks = dist.get_process_group_ranks(given.get("process_group") or dist.group.WORLD)
         elements = sum(p.numel() for p in given["module"].parameters())
@@ -149,6 +149,8 @@ def forward(real: Any, self: Any, *args: Any, **keywords: Any) -> Any:
     item = self._watched
     if torch.is_grad_enabled():
         item.note("F" if self.require_backward_grad_sync else "f")
+    else:
+        record.tell("through")
     with item.inside:
         return real(self, *args, **keywords)
 
@@ -185,7 +187,7 @@ def _module_begins(module: nn.Module, inputs: Any) -> None:
     if _now.depth == 0:
         modes = [part.training for part in module.modules() if isinstance(part, NORM_DROPOUT)]
         mode = any(modes) if modes else None
-        if shares.forward_begins(grads, isinstance(module, DDP), mode) and grads:
+        if shares.forward_begins(grads, mode) and grads:
             _now.forwards += 1
             _now.drawn = shares.marks() if _now.forwards <= 3 else None
     _now.depth += 1

@@ -231,7 +231,9 @@ def _cause(steps: Any, values: Any) -> tuple[str, str, list[Any]]:
 
 def _shares(facts: Facts) -> Iterator[Found]:
     for (_, number), items in facts.passes.items():
-        if number or len(items) < facts.count or not all(item["trained"] for item in items):
+        if len(items) < facts.count or not all(item["trained"] for item in items):
+            continue
+        if number and len({item["begun"] for item in items}) > 1:  # not the same epoch
             continue
         first, lists = items[0], [item["indices"] for item in items]
         lengths = [item["whole"] for item in items]
@@ -261,19 +263,31 @@ def _evaluation(facts: Facts) -> Iterator[Found]:
         first = items[0]
         if not first["evaluates"] or not first["complete"]:
             continue
-        if len(items) == 1 and first["through"]:
-            yield "evaluates through the wrapper", first
-        sets = [set(item["base"]) for item in items]  # a Subset may be the share of its rank
-        if len(items) < facts.count or not all(sets) or all(own == sets[0] for own in sets):
+        # A Subset may be the share of its rank, and so may a data set of its own content.
+        sets, contents = [set(item["base"]) for item in items], [item["content"] for item in items]
+        same = all(own == sets[0] for own in sets)
+        if len(items) < facts.count or not all(sets):
+            continue
+        if same and all(own == contents[0] for own in contents):
             continue
         counts = [len(item["base"]) for item in items]
         if _combined(facts, first) is False:
             yield "evaluates a share", {**first, "counts": " + ".join(map(str, counts))}
         union = len(set().union(*sets))
+        if same:
+            continue
         if first["drop_last"] and union < first["length"]:
             yield "leaves samples out", {**first, "missing": first["length"] - union}
         elif sum(counts) > union or first["sampler"] == "DistributedSampler":
             yield "padded evaluation", first
+
+
+def _alone(facts: Facts) -> Iterator[Found]:
+    """Find lines at which one rank alone calls the wrapper without gradients."""
+    events = {(event["line"], event["rank"]): event for event in facts.all("through")}
+    for (line, rank), event in events.items():
+        if not any(other != rank for place, other in events if place == line):
+            yield "evaluates through the wrapper", event
 
 
 def _combined(facts: Facts, item: Event) -> bool | None:
@@ -336,4 +350,4 @@ def _not_seen(facts: Facts) -> Iterator[str]:
         yield f"writing to {', '.join(paths[:3])}: it went to a copy, which is removed"
 
 
-LOOKS = (_errors, _conflict, _divergence, _told, _learning, _shares, _evaluation, _loads)
+LOOKS = (_errors, _conflict, _divergence, _told, _learning, _shares, _evaluation, _alone, _loads)
