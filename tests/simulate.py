@@ -1,17 +1,16 @@
-"""Let a large world meet on this machine, and lose a rank: how long it takes, and what it needs.
+"""Let a large world meet on this machine, and lose a rank.
 
-    python tests/simulate.py --ranks 64
+    python tests/simulate.py 64 256
 
-Ranks are threads of a few processes. Rank 0 and the rank that gets lost have processes of their
-own. Stores, messages and connections are those of a job. It prints for each size: seconds until all
-know that all are there, with MB and descriptors of rank 0; seconds after the deadline until all
-name a rank that never comes; seconds until all name a rank that was killed; each with the number of
-ranks that were right.
+Ranks are threads of a few processes; rank 0 and the rank that gets lost have processes of their
+own. Stores, messages and connections are those of a job. For each size a line of JSON says how many
+ranks met, named the rank that was killed, and named a rank that never came, in how many seconds,
+and what rank 0's connections carried.
 """
 
-import argparse
 import ctypes
 import fcntl
+import json
 import multiprocessing
 import os
 import queue
@@ -40,25 +39,21 @@ from utils.cluster.places import Address
 
 PROCESSES = 4  # that share the threads
 RANKS_PER_HOST = 8
-START_SECONDS = 1.0  # for the processes to be there
-STEP = 87
+LIMIT_SECONDS = 120.0  # for all ranks to answer
 CLONE_NEWNET = 0x40000000  # unshare(2)
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1  # netdevice(7)
 BYTES_IN_TCP_INFO = 120  # tcpi_bytes_acked and tcpi_bytes_received, see linux/tcp.h
-LIMIT_SECONDS = 120.0  # for all ranks to answer
-HEADER: tuple[str, ...] = ("ranks", "  met", "meeting s", "    MB", "descriptors")
-HEADER += ("missing s", "right", "lost s", "   MB", "right")
 LOST = "gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"
 
 
-def traffic() -> tuple[float, int]:
-    """Return MB that the open connections of this process carried, and how many descriptors."""
-    total, numbers = 0, os.listdir("/proc/self/fd")
-    for number in numbers:
+def traffic() -> float:
+    """Return MB that the open connections of this process carried."""
+    total = 0
+    for number in os.listdir("/proc/self/fd"):
         with suppress(OSError), socket.socket(fileno=os.dup(int(number))) as connection:
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
             total += sum(struct.unpack_from("QQ", info, BYTES_IN_TCP_INFO))
-    return total / 1e6, len(numbers)
+    return total / 1e6
 
 
 def live(
@@ -70,11 +65,11 @@ def live(
     jobs, stores = dict[int, Job](), list[dist.Store]()
 
     def in_threads(function: Callable[[int], Any]) -> list[Any]:
-        def answer(rank: int) -> tuple[Any, float]:
+        def answer(rank: int) -> Any:
             try:
-                return function(rank), time.time()
+                return function(rank)
             except Exception as error:
-                return str(error), time.time()
+                return str(error)
 
         with ThreadPoolExecutor(len(ranks)) as pool:
             return list(pool.map(answer, ranks))
@@ -86,15 +81,14 @@ def live(
         return "met"
 
     def name_lost(rank: int) -> list[int]:
-        return jobs[rank].explain(RuntimeError(LOST), STEP).ranks  # type: ignore[attr-defined]
+        return jobs[rank].explain(RuntimeError(LOST), 87).ranks  # type: ignore[attr-defined]
 
     begin.wait()
-    results.put((in_threads(arrive), None))
+    results.put((in_threads(arrive), traffic() if ranks == [0] else 0.0))
     if ranks == [size - 2]:
         signal.pause()  # the one that gets lost: an event would wait for it
     lose.wait()
-    before = traffic()
-    results.put((in_threads(name_lost), (before, traffic()) if ranks == [0] else None))
+    results.put((in_threads(name_lost), traffic() if ranks == [0] else 0.0))
     signal.pause()  # rank 0's store has to be there until all have answered
 
 
@@ -113,34 +107,31 @@ class World:
 
     def __init__(self, size: int, seconds: float, absent: int | None = None) -> None:
         context = multiprocessing.get_context("fork")
-        self.begin, self.lose, self.results = context.Event(), context.Event(), context.Queue()
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
         lost = size - 2
         shared = [rank for rank in range(1, size) if rank != lost]
         groups = [[0], *(shared[part::PROCESSES] for part in range(PROCESSES)), [lost]]
-        common = (size, port, seconds, self.begin, self.lose, self.results)
-        self.processes = []
-        for group in groups:
-            if group and group != [absent]:
-                process = context.Process(target=live, args=(group, *common), daemon=True)
-                process.start()
-                self.processes.append(process)
-        time.sleep(START_SECONDS)
-        self.start = time.time()
-        self.begin.set()
+        groups = [group for group in groups if group and group != [absent]]
+        begin = context.Barrier(len(groups) + 1)
+        self.lose, self.results = context.Event(), context.Queue()
+        common = (size, port, seconds, begin, self.lose, self.results)
+        self.processes = [
+            context.Process(target=live, args=(group, *common), daemon=True) for group in groups
+        ]
+        for process in self.processes:
+            process.start()
+        begin.wait()
+        self.start = time.monotonic()
 
-    def collect(self, count: int) -> tuple[list[Any], float, Any]:
-        """Return the answers of ``count`` ranks, when the last one came, and rank 0's figures."""
-        answers: list[tuple[Any, float]] = []
-        figures, deadline = ((0.0, 0), (0.0, 0)), time.monotonic() + LIMIT_SECONDS
+    def collect(self, count: int) -> tuple[list[Any], float, float]:
+        """Return the answers of ``count`` ranks, the seconds since the start, and rank 0's MB."""
+        answers, megabytes, end = list[Any](), 0.0, time.monotonic() + LIMIT_SECONDS
         with suppress(queue.Empty):
             while len(answers) < count:
-                more, told = self.results.get(timeout=max(0, deadline - time.monotonic()))
-                answers += more
-                figures = told or figures
-        last = max((when for _, when in answers), default=float("nan"))
-        return [told for told, _ in answers], last, figures
+                more, carried = self.results.get(timeout=max(0, end - time.monotonic()))
+                answers, megabytes = answers + more, megabytes + carried
+        return answers, time.monotonic() - self.start, megabytes
 
     def end(self) -> None:
         for process in self.processes:
@@ -148,43 +139,29 @@ class World:
             process.join()
 
 
-def simulate(size: int) -> tuple[float, ...]:
-    """Return a row: what a world of ``size`` ranks takes."""
+def simulate(size: int) -> dict[str, float]:
+    """Return what came of a world of ``size`` ranks."""
     world = World(size, LIMIT_SECONDS)
-    told, end, _ = world.collect(size)
-    met, meeting_s = told.count("met"), end - world.start
+    told, seconds, megabytes = world.collect(size)
+    facts = {"met": told.count("met"), "meeting_s": seconds, "meeting_MB": megabytes}
     world.processes[-1].kill()
-    start = time.time()
     world.lose.set()
-    told, end, ((megabytes, descriptors), (with_loss, _)) = world.collect(size - 1)
+    told, end, carried = world.collect(size - 1)
     world.end()
-    lost = end - start, with_loss - megabytes, told.count([size - 2])
+    facts |= {"named_lost": told.count([size - 2]), "lost_s": end - seconds}
 
-    seconds = 2 * meeting_s + 4.0
-    world = World(size, seconds, absent=size - 2)
+    wait = 3 * seconds + 10.0
+    world = World(size, wait, absent=size - 2)
     told, end, _ = world.collect(size - 1)
     world.end()
-    missing = end - world.start - seconds, sum(f"missing: {size - 2}." in str(t) for t in told)
-    return (size, met, meeting_s, megabytes, descriptors, *missing, *lost)
-
-
-def main() -> int:
-    """Simulate each size, and return 1 if a rank got another answer than the right one."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 128, 256, 512, 1024])
-    sizes = parser.parse_args().ranks
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    leave_network()
-    print(*HEADER, sep="  ")
-    is_right = True
-    for size in sizes:
-        row = simulate(size)
-        cells = (f"{x:.1f}" if isinstance(x, float) else str(x) for x in row)
-        print(*(c.rjust(len(name)) for c, name in zip(cells, HEADER, strict=True)), sep="  ")
-        is_right &= (row[1], row[6], row[9]) == (size, size - 1, size - 1)
-    return 0 if is_right else 1
+    named = sum(f"missing: {size - 2}." in str(answer) for answer in told)
+    facts |= {"named_missing": named, "missing_s": end - wait}
+    return facts | {"lost_MB": carried - megabytes}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    leave_network()
+    for number in sys.argv[1:]:
+        print(json.dumps(simulate(int(number))), flush=True)

@@ -187,8 +187,8 @@ class Job:
             ranks, _, cause, _ = told = json.loads(store.get("lost"))
             # A rank that says why it ends is still there, and reads this, too.
             readers = self.world_size - (0 if cause else len(ranks))
-            speaks = self.rank not in ranks
-            self.verdict = [*told, read_by_all(self.meeting, "lost", readers, BUSY_SECONDS, speaks)]
+            is_reported = read_by_all(self.meeting, "lost", readers, self.rank not in ranks)
+            self.verdict = [*told, is_reported]
         self.told_at = time.monotonic()
         self.is_told.set()
 

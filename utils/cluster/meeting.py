@@ -137,7 +137,7 @@ def meet(place: Address, own: Member, world_size: int, seconds: float) -> Meetin
     deadline = time.monotonic() + seconds
     attend, retried = (_visit, NO_STORE) if own.rank else (_host, (TimeoutError,))
     while True:
-        limit = deadline + 2 * meeting.patience - time.monotonic()
+        limit = deadline + 4 * meeting.patience - time.monotonic()
         try:
             call_within(limit, attend, meeting, place, deadline, check=signals.check)
             return meeting
@@ -213,11 +213,12 @@ def _take_seat(meeting: Meeting, deadline: float, ends: tuple[str, str] = ("", "
     except dist.DistStoreError:
         store.compare_set("verdict", "", _describe_missing(meeting, time.monotonic() - begin))
     verdict = store.get("verdict").decode()
+    if verdict == COMPLETE:
+        _look_around(meeting, seats, cores, ends)
+    error = RendezvousError(verdict)
+    error.reported_elsewhere = read_by_all(meeting, "verdict", store.add("arrived", 0))
     if verdict != COMPLETE:
-        error, readers = RendezvousError(verdict), store.add("arrived", 0)
-        error.reported_elsewhere = read_by_all(meeting, "verdict", readers, meeting.patience, True)
         raise error
-    _look_around(meeting, seats, cores, ends)
 
 
 def _look_around(meeting: Meeting, seats: str, cores: str, ends: tuple[str, str]) -> None:
@@ -260,20 +261,18 @@ def _describe_missing(meeting: Meeting, waited: float) -> str:
     )
 
 
-def read_by_all(meeting: Meeting, key: str, readers: int, seconds: float, speaks: bool) -> bool:
+def read_by_all(meeting: Meeting, key: str, readers: int, speaks: bool = True) -> bool:
     """Return whether another rank of this host reports what ``key`` says.
 
-    The store ends with rank 0. So rank 0 waits until all ranks have read it.
+    The store ends with rank 0. So rank 0 waits for a while until all ranks have read it.
 
     Args:
         readers: how many ranks will read it.
-        seconds: for rank 0 to wait at most.
         speaks: whether this rank could report it.
     """
-    store, end = meeting.store, time.monotonic() + seconds
-    is_reported = store.add(f"{key}/{meeting.own.host}", int(speaks)) > 1
-    read = store.add(f"{key}/read", 1)
-    while meeting.main is meeting.own and read < readers and time.monotonic() < end:
+    store, own, end = meeting.store, meeting.own, time.monotonic() + 2 * meeting.patience
+    is_reported = store.add(f"{key}/{own.host}", int(speaks)) > 1
+    store.add(f"{key}/read", 1)
+    while own.rank == 0 and store.add(f"{key}/read", 0) < readers and time.monotonic() < end:
         time.sleep(POLL_SECONDS)
-        read = store.add(f"{key}/read", 0)
     return is_reported
