@@ -102,7 +102,7 @@ def start(*command, cwd=None, real=False, **extra):
     )
 
 
-def finish(process, timeout):
+def finish(process, timeout=90):
     """Wait for a process; one that is still there after ``timeout`` seconds is a failure."""
     try:
         stdout, stderr = process.communicate(timeout=timeout)
@@ -215,7 +215,7 @@ def final_state(run_dir):
     return summary(run_dir)["weights_sha256"], rows
 
 
-def wait_until(condition, seconds=60):
+def wait_until(condition, seconds=120):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"

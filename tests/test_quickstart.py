@@ -91,7 +91,7 @@ def test_quickstart_compares_the_three(copy, synthetic_dir):
 )
 def test_a_gpu_is_a_device_where_there_are_some(gpus, flags, devices, copy):
     words = ["--epochs", "2", *flags]
-    ended = finish(faked(copy, "quickstart.sh", *words, GPUS=str(gpus)), 30)
+    ended = finish(faked(copy, "quickstart.sh", *words, GPUS=str(gpus)))
     assert ended.returncode == 0, ended.text
     trained = re.findall(r"^ran .*?--devices? (\S+)", ended.stdout, re.MULTILINE)
     assert trained == devices.split()
@@ -109,7 +109,7 @@ def test_only_an_environment_that_this_run_made_is_removed(install, status, is_m
     if status == 130:
         wait_until((copy / "began").exists)
         os.killpg(process.pid, signal.SIGINT)
-    ended = finish(process, 30)
+    ended = finish(process)
     assert ended.returncode == status, ended.text
     assert ("Install python3-venv" in ended.stderr) == (status == 1)
     assert (copy / ".venv").exists() == is_mine
@@ -123,7 +123,7 @@ def test_without_a_gpu_the_small_build_of_torch_is_installed(chosen, has_gpu, is
     (copy / "fakes" / "nvidia-smi").write_text(f"#!/bin/sh\nexit {int(not has_gpu)}\n")
     (copy / "fakes" / "nvidia-smi").chmod(0o755)
     install = 'echo "from $PIP_EXTRA_INDEX_URL" >&2; false'
-    ended = finish(faked(copy, "test.sh", INSTALL=install, TORCH_BACKEND=chosen), 30)
+    ended = finish(faked(copy, "test.sh", INSTALL=install, TORCH_BACKEND=chosen))
     assert ("/whl/cpu" in ended.stderr) == ("2 minutes, 1 GB" in ended.stderr) == is_small
 
 
@@ -133,7 +133,7 @@ def test_what_cannot_work_is_one_line_before_anything_starts(name, settings, wor
     for python in ("python", "python3"):
         (copy / "old" / "bin" / python).symlink_to("/gone/python3.9")
     before = sorted(copy.rglob("*"))
-    ended = finish(faked(copy, name, **settings), 30)
+    ended = finish(faked(copy, name, **settings))
     assert words in error_line(ended)
     assert "STARTED" not in ended.stdout
     assert sorted(copy.rglob("*")) == before, "nothing is removed"
@@ -143,24 +143,24 @@ def test_what_cannot_work_is_one_line_before_anything_starts(name, settings, wor
 def test_a_dry_run_anywhere_on_the_line_starts_nothing(name, copy):
     settings = {"NPROC_PER_NODE": "4", "NNODES": "3", "MASTER_ADDR": "a", "HOSTS": "a b c"}
     settings |= {"SLURM_NTASKS_PER_NODE": "4", "SLURM_JOB_NUM_NODES": "3"}
-    told = succeed(finish(faked(copy, name, "--epochs", "7", "--dry-run", **settings), 30)).stdout
+    told = succeed(finish(faked(copy, name, "--epochs", "7", "--dry-run", **settings))).stdout
     assert "--epochs 7" in told
     assert "STARTED" not in told
     table = [line.split() for line in told.partition("\nnode ")[2].splitlines()[1:]]
     assert [columns[-1] for columns in table] == ["0-3", "4-7", "8-11"]
-    assert succeed(finish(faked(copy, name, "--epochs", "7", "--help"), 30)).stdout.startswith("Tr")
+    assert succeed(finish(faked(copy, name, "--epochs", "7", "--help"))).stdout.startswith("Tr")
 
 
 def test_settings_reach_the_command(copy):
     """A job's own name, how long an elastic job waits, and hosts from a file."""
     elastic = {"NNODES": "1:4", "MASTER_ADDR": "a", "RDZV_ID": "mine", "LAST_CALL": "7"}
     elastic["NPROC_PER_NODE"] = "1"
-    told = succeed(finish(faked(copy, "run_torchrun.sh", "--dry-run", **elastic), 30)).stdout
+    told = succeed(finish(faked(copy, "run_torchrun.sh", "--dry-run", **elastic))).stdout
     assert "--rdzv_id mine " in told
     assert "last_call_timeout=7" in told
     (copy / "hosts").write_text("# ours\nnode7 slots=8\n\nme@node8  # new\n")
     hosts = {"HOSTFILE": "hosts", "NPROC_PER_NODE": "1"}
-    told = succeed(finish(faked(copy, "run_ssh.sh", "--dry-run", **hosts), 30)).stdout
+    told = succeed(finish(faked(copy, "run_ssh.sh", "--dry-run", **hosts))).stdout
     assert re.findall(r" (\S+): cd .* NODE_RANK=(\d) MASTER_ADDR=node7", told) == [
         ("node7", "0"),
         ("me@node8", "1"),
