@@ -47,7 +47,7 @@ ARROWS = {name_of(path): {module for module, _ in imports(path)} for path in PRO
     ("room", "limit"),
     [
         *zip(([path] for path in SCRIPTS), (65, 75, 95), strict=True),
-        ([*SCRIPTS, *TOP, *CORE], 1949),
+        ([*SCRIPTS, *TOP, *CORE], 1900),
         (DATASETS, 220),
         (CLUSTER, 545),
         *(([path], 100) for path in LESSONS),

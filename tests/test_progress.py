@@ -55,20 +55,14 @@ def test_an_evaluation_that_is_owed_keeps_a_run_from_its_end(max_steps):
     assert again.test_sums == SUMS
 
 
-def test_more_epochs_go_on_where_a_fraction_ended():
+def test_more_epochs_go_on_where_a_fraction_ended_and_fewer_steps_end_a_run():
     short, whole = Progress(105, 10, 0.5), Progress(105, 10, 1)
     train(short)
+    assert resumed(short, 105, 10, 1, 3).is_finished
     longer = resumed(short, 105, 10, 1)
     train(longer)
     train(whole)
     assert longer.position == whole.position
-
-
-def test_a_limit_of_steps_that_lies_behind_ends_the_run():
-    before = Progress(105, 10, 1, 6)
-    train(before)
-    after = resumed(before, 105, 10, 1, 3)
-    assert after.is_finished
 
 
 def test_an_epoch_without_a_batch_of_the_new_size_is_left_once_it_is_evaluated():

@@ -4,7 +4,6 @@ import itertools
 import os
 import re
 import shutil
-import sys
 from functools import partial
 
 import pytest
@@ -274,30 +273,10 @@ def test_a_run_is_not_overwritten(synthetic_dir, tmp_path):
     assert (tmp_path / "run" / "summary.json").read_bytes() == before
 
 
-def test_resume_without_a_folder_takes_the_latest_run(synthetic_dir, tmp_path):
-    common = ["--dataset", "synthetic", "--data-dir", synthetic_dir, "--model", "linear"]
-    succeed(run(*script("train_single.py", *common, "--max-steps", 3), cwd=tmp_path))
-    succeed(run(*script("train_single.py", *common, "--max-steps", 6, "--resume"), cwd=tmp_path))
-    [folder] = (tmp_path / "runs").iterdir()
-    assert summary(folder)["resumed_from"] == 3
-
-
 def test_sync_bn_on_a_cpu_is_refused(synthetic_dir, tmp_path):
     ended = run(*script("train_ddp.py", *flags(synthetic_dir, tmp_path / "run", "--sync-bn")))
     assert "SyncBatchNorm works on GPUs only" in error_line(ended)
     assert not (tmp_path / "run").exists()
-
-
-@SLOW
-def test_what_is_not_needed_is_not_loaded(synthetic_dir, tmp_path):
-    extra = ["--no-tensorboard", "--model", "linear", "--max-steps", 2]
-    words = script("x", *flags(synthetic_dir, tmp_path / "run", *extra))[2:]
-    code = (
-        f"import sys, train_single; sys.argv[1:] = {[str(word) for word in words]}\n"
-        "assert train_single.main() == 0\n"
-        "print('loaded:', [m for m in ('torchvision', 'tensorboard', 'PIL') if m in sys.modules])"
-    )
-    assert "loaded: []" in succeed(run(sys.executable, "-c", code, real=True)).stdout
 
 
 @SLOW
