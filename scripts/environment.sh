@@ -25,6 +25,15 @@ read_flags() {
     done
 }
 
+# rank_table NODES PROCESSES: print which ranks run on each node.
+rank_table() {
+    local node
+    printf '\n\nnode  local ranks  ranks\n'
+    for ((node = 0; node < $1; node++)); do
+        printf '%-4s  %-11s  %s\n' "$node" "0-$(($2 - 1))" "$((node * $2))-$((node * $2 + $2 - 1))"
+    done
+}
+
 # count_gpus PYTHON: print how many GPUs the torch of that Python can use. torch may list more GPUs
 # than it can use, because NVML counts GPUs for which the driver is too old.
 count_gpus() {

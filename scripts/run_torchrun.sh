@@ -109,12 +109,7 @@ command+=("${SCRIPT:-train_ddp.py}" --rdzv-timeout "$RDZV_TIMEOUT" "${flags[@]}"
 if $dry_run; then
     echo "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 PET_SIGNALS_TO_HANDLE=$PET_SIGNALS_TO_HANDLE \\"
     printf '%q ' "${command[@]}"
-    printf '\n\nnode  node_rank  local ranks  ranks\n'
-    for ((node = 0; node < most; node++)); do
-        first=$((node * NPROC_PER_NODE))
-        printf '%-4s  %-9s  %-11s  %s\n' "$([[ $NODE_RANK == "$node" ]] && echo here)" \
-            "$node" "0-$((NPROC_PER_NODE - 1))" "$first-$((first + NPROC_PER_NODE - 1))"
-    done
+    rank_table "$most" "$NPROC_PER_NODE"
     exit
 fi
 exec "${command[@]}"

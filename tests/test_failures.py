@@ -210,28 +210,17 @@ def test_rank_0_does_not_write_the_results(how, synthetic_dir, tmp_path):
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
-def a_job():
+def test_an_error_of_nccl_is_explained_once(monkeypatch):
+    """It may be a plain RuntimeError."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
     main = Member(0)
     meeting = Meeting(Member(1), 2, main)
     meeting.store.set("lost", json.dumps([[0], f"rank {main}", "", False]))
-    return Job(meeting, 1.0)
-
-
-def test_what_nccl_says_is_recognised(monkeypatch):
-    """NCCL's errors may be plain RuntimeErrors."""
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    lost = a_job().explain(RuntimeError("NCCL communicator was aborted on rank 1."), 3)
+    job = Job(meeting, 1.0)
+    lost = job.explain(RuntimeError("NCCL communicator was aborted on rank 1."), 3)
     assert isinstance(lost, LostRank)
     assert lost.ranks == [0]
     assert "rank 1 lost rank 0 (" in str(lost)
     assert "at step 3" in str(lost)
-
-
-def test_an_error_is_explained_once(monkeypatch):
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    job = a_job()
-    once = job.explain(RuntimeError("Application timeout caused pair closure"), 87)
-    assert "at step 87" in str(once)
-    assert job.explain(once) is once
-    bug = ArithmeticError("wrong")
-    assert job.explain(bug) is bug
+    for error in (lost, RuntimeError("NCCL"), ArithmeticError("wrong")):
+        assert job.explain(error) is error
