@@ -6,6 +6,7 @@ sample by sample.
 """
 
 import functools
+import os
 import random
 import signal
 import zlib
@@ -125,7 +126,8 @@ def place(
         return [each if isinstance(each, ImageSet) else SampleSet(each, seed) for each in both]
     if on_device is None and device.type == "cuda" and not num_workers:
         size = sum(part.nbytes for each in both for part in each.tensors)
-        on_device = torch.cuda.mem_get_info(device)[0] > ROOM_ON_DEVICE * size
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / torch.cuda.device_count()
+        on_device = torch.cuda.mem_get_info(device)[0] > ROOM_ON_DEVICE * size * max(1, ranks)
     return [each.to(device) for each in both] if on_device else both
 
 

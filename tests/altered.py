@@ -264,6 +264,7 @@ class State(nn.Linear):
     def __init__(self):
         super().__init__(784, 10)
         self.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
+        self.register_buffer("queue", torch.zeros(10))
         self.own = {"forwards": 0, "best": float("inf"), "last": [torch.zeros(10)]}
 
     def forward(self, images):
@@ -271,6 +272,7 @@ class State(nn.Linear):
         if self.training:
             self.own["forwards"] += 1
             self.own["last"] = [outputs.detach().mean(0)]
+            self.queue = outputs.detach().mean(0)
         return outputs
 
     def get_extra_state(self):

@@ -25,7 +25,7 @@ ELSEWHERE = {
     r"-m pytest ": "test_packaging.py",
     r"gpu_check\.sh": "test_gpu.py",
     r"scripts/lessons/": "test_lessons.py",
-    r"check\.py.* (their_)?train\.py": "test_check.py",
+    r"check\.py.* (their.)?train(\.py)?": "test_check.py",
     r"scripts/minimal/\w+\.py": "test_minimal.py",
     r"^tensorboard ": "test_training.py",  # reads the curves of a run
     r"\$HOST0|\$NODE|\$SHARED|^(srun|sbatch|mpirun|HOSTS=)": "test_launch.py",

@@ -66,7 +66,7 @@ def test_torchrun_is_refused_by_scripts_that_are_one_process(technique, capsys, 
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit, match="2"):
         config.parse_args(technique, None, [])
-    assert "torchrun started 2 of a script that is one process" in capsys.readouterr().err
+    assert "one process, and torchrun started 2" in capsys.readouterr().err
 
 
 STARTS = [

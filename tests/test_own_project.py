@@ -103,11 +103,12 @@ def test_all_state_is_restored_exactly(technique, tmp_path):
     for name, steps in (("calm", [8]), ("disturbed", [5, 8])):
         for count in steps:
             flags = ["--max-steps", count, "--amp", "fp16", *["--resume"] * (count != steps[0])]
-            succeed(train(technique, "state", tmp_path / name, *flags))
+            ended = succeed(train(technique, "state", tmp_path / name, *flags))
         file = tmp_path / name / "checkpoints" / "last.pt"
         parts.append(torch.load(file, weights_only=True))
         assert parts[-1].pop("identity")["optimizer"] == "AdamW"
         assert summary(tmp_path / name)["weights_sha256"]
+    assert ("all ranks have rank 0's queue" in ended.stdout) == (technique == "ddp")
     assert [*parts[0]["extra"]] == ["ema"]
     torch.testing.assert_close(*parts, rtol=0, atol=0, equal_nan=True)
 

@@ -163,7 +163,7 @@ def find_conflict(args: argparse.Namespace) -> str | None:
     """Return why these arguments cannot be used together, or None."""
     processes = os.environ.get("WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" in os.environ else "1"
     if args.technique != "ddp" and processes != "1":
-        return f"torchrun started {processes} of a script that is one process: use train_ddp.py"
+        return f"this script is one process, and torchrun started {processes}: use train_ddp.py"
     if "" in (args.init_weights, args.run_dir, args.data_dir):
         return "--init-weights, --run-dir or --data-dir is empty: is a variable not set?"
     if args.technique == "single" and args.devices is not None and len(args.devices) > 1:
