@@ -14,7 +14,6 @@ from utils import errors
 from utils.optim import RULES
 
 DEFAULT_BATCH_SIZE = 96
-MAX_SECONDS = 1e7  # four months. PyTorch counts milliseconds, and has no room for more
 PATH = os.path.expanduser  # a shell leaves the ~ of --run-dir=~/x
 SMALL = 1e-12  # in place of 0, which makes no sense
 LARGE = 2**53  # beyond which a float does not hold every whole number
@@ -59,7 +58,8 @@ NON_NEGATIVE, POSITIVE = number(float), number(float, low=SMALL)
 FRACTION = number(float, high=0.9999)
 RANKS = number(int, low=1, high=2**20)
 THREADS = number(int, low=1, high=4096)  # far beyond which OpenMP crashes
-SECONDS = number(float, low=SMALL, high=MAX_SECONDS)
+# Up to four months. PyTorch counts milliseconds, and has no room for more.
+SECONDS = number(float, low=SMALL, high=1e7)
 
 
 def build_parser(technique: str, description: str | None) -> argparse.ArgumentParser:

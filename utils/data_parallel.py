@@ -38,10 +38,7 @@ def place_replicas(
         raise UsageError(f"--output-device {output_device} is not one of the GPUs {indices}")
     if first.type == "cpu":
         devices *= replicas or CPU_REPLICAS
-        print(
-            f"no GPU in use: DataParallel's own forward runs over {len(devices)} CPU threads. They"
-            " draw from one generator, so a model with dropout is not reproducible"
-        )
+        print(f"no GPU in use: {len(devices)} CPU threads, whose dropout is not reproducible")
     elif replicas is not None:
         raise UsageError("--replicas is for the CPU: choose GPUs with --devices")
     return first, devices

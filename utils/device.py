@@ -38,10 +38,7 @@ def select_devices(kind: str, ids: list[int] | None = None) -> list[torch.device
     kind = found if kind == "auto" else kind
     count = 0 if kind == "cpu" else torch.accelerator.device_count()
     if missing := [index for index in ids or () if index >= count]:
-        raise UsageError(
-            f"--devices {missing[0]}: there are {count} GPUs to use, numbered from 0 (after"
-            " CUDA_VISIBLE_DEVICES)"
-        )
+        raise UsageError(f"--devices {missing[0]}: there are {count} GPUs to use, numbered from 0")
     if kind == "cpu":
         return [torch.device("cpu")]
     return [torch.device(kind, index) for index in ids or range(count)]
