@@ -74,8 +74,7 @@ def build_parser(technique: str, description: str | None) -> argparse.ArgumentPa
     add("--data-dir", type=PATH, default="data", help="in torchvision's layout (MNIST/raw)")
     add("--num-workers", type=COUNT, default=0, help="loader workers of each process")
     add("--augment", action=argparse.BooleanOptionalAction, default=True, help="random shift")
-    on_device = "keep the set on the GPU (default: if it is small, and --num-workers 0)"
-    add("--data-on-device", action=argparse.BooleanOptionalAction, help=on_device)
+    add("--data-on-device", action=argparse.BooleanOptionalAction, help="default: if it is small")
 
     add = parser.add_argument_group("training").add_argument
     add("--model", choices=list(models.MODELS), default="convnet")
@@ -154,9 +153,9 @@ def parse_args(
 
 def shared(args: argparse.Namespace) -> dict[str, Any]:
     """Return what every process of a job has to have the same: all but ``OF_ONE_HOST``."""
-    shared = {k: value for k, value in vars(args).items() if k not in OF_ONE_HOST.split()}
     # Hosts may have the file of weights under other names.
-    return shared | {"init_weights": bool(args.init_weights)}
+    flags = vars(args) | {"init_weights": bool(args.init_weights)}
+    return {name: value for name, value in flags.items() if name not in OF_ONE_HOST.split()}
 
 
 def find_conflict(args: argparse.Namespace) -> str | None:

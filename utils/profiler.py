@@ -65,7 +65,5 @@ class StepProfiler:
         if steps > 0:
             folder.mkdir(parents=True, exist_ok=True)  # hosts may share no disk
             recorded.export_chrome_trace(str(folder / f"rank{self.rank}.json.gz"))
-            self.report = (
-                f"profile of {steps} steps in {folder}; where the time went:"
-                f" python scripts/tools/trace.py {self.run_dir}"
-            )
+            show = f"python scripts/tools/trace.py {self.run_dir}"
+            self.report = f"profile of {steps} steps in {folder}; where the time went: {show}"
