@@ -79,14 +79,14 @@ def init_process_group(real: Any, *args: Any, **keywords: Any) -> None:
 def _announce(name: str) -> None:
     def collective(real: Any, *args: Any, **keywords: Any) -> Any:
         given = record.arguments(real, *args, **keywords)
-        group = given.get("group")
-        outside = group is dist.GroupMember.NON_GROUP_MEMBER
+        outside = (group := given.get("group")) is dist.GroupMember.NON_GROUP_MEMBER
         if record.quietly.depth or outside or not dist.is_initialized():
             return real(*args, **keywords)
         facts = {key: given[key] for key in ("src", "dst", "ranks") if given.get(key) is not None}
         tensor = next((item for item in given.values() if isinstance(item, Tensor)), None)
-        if tensor is not None and "all_to_all" not in name:  # whose sizes may differ
-            facts |= {"elements": tensor.numel(), "dtype": str(tensor.dtype)}
+        if tensor is not None and not re.search("all_to_all|object", name):  # sizes may differ
+            sizes = [item.numel() for item in given.get("tensor_list") or [tensor]]
+            facts |= {"elements": sum(sizes), "dtype": str(tensor.dtype)}
             owners = (p.grad for o in _optimizers for g in o.param_groups for p in g["params"])
             if any(grad is not None and grad.data_ptr() == tensor.data_ptr() for grad in owners):
                 record.tell("averaged by hand")
