@@ -5,30 +5,27 @@
 CLONES holds a folder OWNER+NAME for each repository of the table.
 """
 
-import shlex
+import re
+import subprocess
 import sys
 from pathlib import Path
 
-from check import Ranks
-
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "check.md"
+SCRIPT = Path(__file__).resolve().with_name("check.py")
+CHECK = f"check() {{ '{sys.executable}' '{SCRIPT}' \"$@\"; }}"
 
 
 def main() -> None:
     clones = Path(sys.argv[1])
-    lines = [line for line in TABLE.read_text().splitlines() if line.startswith("| [")]
-    rows = [[part.strip() for part in line.strip("|").split("|")] for line in lines]
-    with Ranks() as ranks:
-        for repository, _, command, published, _ in rows:
-            owner, name = repository.split("](")[0].strip("[").split("/")
-            folder = clones / f"{owner}+{name}"
-            script, *arguments = shlex.split(command.strip("`"))
-            place = folder / script
-            if not place.is_file():
-                print(f"{owner}/{name}: there is no {place}")
-                continue
-            found = ranks.check(place, arguments, folder=place.parent, limit=90)
-            print(f"{owner}/{name}: published {published}\n{found}\n", flush=True)
+    rows = re.findall(r"^\| \[(.*?)\].*?`(.*?)` \| (.*?) \|", TABLE.read_text(), re.M)
+    for repository, command, published in rows:
+        folder = clones / repository.replace("/", "+")
+        print(f"{repository}: published {published}", flush=True)
+        if not folder.is_dir():
+            print(f"there is no {folder}\n")
+            continue
+        subprocess.run(["bash", "-c", f"{CHECK}\n{command}"], cwd=folder)
+        print(flush=True)
 
 
 if __name__ == "__main__":
