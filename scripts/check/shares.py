@@ -300,6 +300,9 @@ def _stand_in(name: str, real: Any, size: int, channels: int, classes: int, *len
             with whole_lengths:  # a split has indices of the whole
                 return super().__getitem__(index)
 
+        def __iter__(self) -> Iterator[Any]:
+            return map(self.__getitem__, range(len(self)))
+
     return Drawn
 
 
