@@ -109,6 +109,7 @@ def main() -> None:
     # the learning rate below follows the size of that global batch.
     # ACCUMULATE: one step also uses several batches of each process.
     global_batch_size = args.batch_size * world_size * args.grad_accum_steps
+    assert global_batch_size <= len(train_set), "lower --batch-size: no step is complete"
     # DDP: the sampler shuffles the epoch alike on all ranks, and then gives each rank its share.
     # All shares have one length, or a rank with one batch more would wait for the others for ever.
     train_sampler = DistributedSampler(train_set, drop_last=True)
