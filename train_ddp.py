@@ -38,8 +38,8 @@ from utils.run import Run
 from utils.weights import load_weights
 
 
-# DDP: every process calls this function. `launch` below has let them meet, to name those that are
-# missing, and has put into the environment which process this is. All of them are a job.
+# DDP: every process calls this function. Before that, `launch` below has made sure that no process
+# is missing, and has set RANK, WORLD_SIZE and LOCAL_RANK. All processes together are one job.
 def train(args: argparse.Namespace, job) -> int:
     """Train with the flags ``args``, and return the exit status."""
     sets = data.load_dataset(args.dataset, args.data_dir)
@@ -51,7 +51,7 @@ def train(args: argparse.Namespace, job) -> int:
     setup_device(device, args.threads)
     setup_seed(args.seed, args.deterministic)
     # DDP: the backend connects the processes, NCCL between GPUs and gloo between CPUs. From here on
-    # they can call collectives, which all of them have to call, in the same order.
+    # they can call collectives. All of them have to make the same calls, in the same order.
     dist.init_process_group(
         backend=job.backend,
         store=job.rendezvous(),
@@ -91,13 +91,13 @@ def train(args: argparse.Namespace, job) -> int:
     model = DistributedDataParallel(
         raw_model,
         device_ids=None if device.type == "cpu" else [device],
-        gradient_as_bucket_view=True,  # saves a copy of the gradients
+        gradient_as_bucket_view=True,  # needs no second copy of the gradients
         bucket_cap_mb=args.bucket_cap_mb,
         find_unused_parameters=args.find_unused_parameters,
     )
-    # DDP: only evaluations read running statistics, which are broadcast before them. If forwards in
-    # training read buffers (a codebook, a queue), remove this line. Then DDP broadcasts rank 0's
-    # before each forward.
+    # DDP: only evaluations read running statistics, so the broadcast before them is enough. If
+    # forwards in training read buffers (a codebook, a queue), remove this line. Then DDP broadcasts
+    # rank 0's buffers before each forward.
     model.broadcast_buffers = False
     # DDP: after its first backward DDP groups the gradients into new buckets. Sums over three or
     # more ranks then differ in the last bit. So one backward that changes nothing comes first, and
@@ -110,7 +110,7 @@ def train(args: argparse.Namespace, job) -> int:
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
 
     # DDP: rank 0 alone writes the folder, checkpoints and logs. All ranks load what rank 0 reads.
-    # Each rank draws other random numbers, since Run seeds each step from --seed and the rank. If
+    # The ranks draw different random numbers, since Run seeds each step by --seed and the rank. If
     # ranks are lost, the job names them.
     with Run(args, device, sampler, raw_model, optimizer, scaler, rank, job) as run:
         while not run.progress.is_finished:

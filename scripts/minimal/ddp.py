@@ -47,10 +47,10 @@ def main() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # DDP: the processes wait for each other here. From here on they can call collectives, which all
-    # of them have to call, in the same order.
+    # DDP: the processes wait for each other here. From here on they can call collectives. All of
+    # them have to make the same calls, in the same order.
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    # DDP: each rank draws other random numbers, since its number is the seed. Their first weights
+    # DDP: the ranks draw different random numbers, since the rank is the seed. So the first weights
     # differ too, until the model is wrapped.
     torch.manual_seed(rank)
 
@@ -59,19 +59,19 @@ def main() -> None:
     # the learning rate below follows the size of that global batch.
     global_batch_size = args.batch_size * world_size
     # DDP: the sampler shuffles the epoch alike on all ranks, and then gives each rank its share.
-    # All shares have one length, or a rank with one batch more would wait for the others for ever.
+    # All shares have the same length, or a rank with one batch more would wait for ever.
     train_sampler = DistributedSampler(train_set, drop_last=True)
     train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, drop_last=True)
     # DDP: each rank takes an unpadded share of the test set, so every image counts exactly once.
-    # Shares of other lengths do no harm, since no rank waits for another one while it evaluates.
+    # Shares of different length do no harm, since no rank waits for another one while it evaluates.
     test_loader = DataLoader(test_set, 500, sampler=range(rank, len(test_set), world_size))
 
     # Two names for one model: dp.py and ddp.py train a wrapped one. All evaluate and save this one.
     raw_model = build_model("convnet").to(device)
     # DDP: wrapping broadcasts rank 0's weights, so that all ranks start from the same.
     model = DistributedDataParallel(raw_model)
-    # Linear scaling: a larger batch makes fewer steps, so each step is longer. The factor is at
-    # most four, since larger rates make training fail.
+    # Linear scaling: with a larger batch an epoch has fewer steps, so each step has a higher rate.
+    # The factor is at most four, since higher rates make training fail.
     lr = 0.03 * min(global_batch_size / 96, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
 

@@ -97,10 +97,10 @@ def main() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # DDP: the processes wait for each other here. From here on they can call collectives, which all
-    # of them have to call, in the same order.
+    # DDP: the processes wait for each other here. From here on they can call collectives. All of
+    # them have to make the same calls, in the same order.
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    # DDP: each rank draws other random numbers, since its number is the seed. Their first weights
+    # DDP: the ranks draw different random numbers, since the rank is the seed. So the first weights
     # differ too, until the model is wrapped.
     torch.manual_seed(rank)
 
@@ -111,13 +111,13 @@ def main() -> None:
     global_batch_size = args.batch_size * world_size * args.grad_accum_steps
     assert global_batch_size <= len(train_set), "lower --batch-size: no step is complete"
     # DDP: the sampler shuffles the epoch alike on all ranks, and then gives each rank its share.
-    # All shares have one length, or a rank with one batch more would wait for the others for ever.
+    # All shares have the same length, or a rank with one batch more would wait for ever.
     train_sampler = DistributedSampler(train_set, drop_last=True)
     # LOAD: only pinned memory can be copied to a GPU while the process goes on.
     extra: dict[str, Any] = {"num_workers": args.num_workers, "worker_init_fn": leave_group}
     extra["pin_memory"] = device.type == "cuda"
     # DDP: each rank takes an unpadded share of the test set, so every image counts exactly once.
-    # Shares of other lengths do no harm, since no rank waits for another one while it evaluates.
+    # Shares of different length do no harm, since no rank waits for another one while it evaluates.
     # LOAD: the test set is loaded in the same way.
     test_loader = DataLoader(test_set, 500, sampler=range(rank, len(test_set), world_size), **extra)
 
@@ -125,8 +125,8 @@ def main() -> None:
     raw_model = build_model("convnet").to(device)
     # DDP: wrapping broadcasts rank 0's weights, so that all ranks start from the same.
     model = DistributedDataParallel(raw_model)
-    # Linear scaling: a larger batch makes fewer steps, so each step is longer. The factor is at
-    # most four, since larger rates make training fail.
+    # Linear scaling: with a larger batch an epoch has fewer steps, so each step has a higher rate.
+    # The factor is at most four, since higher rates make training fail.
     # RESUME: this is the highest rate. The loop sets the rate of each step, and the weight decay,
     # since the optimizer's saved state has those of the run before.
     lr = args.lr * min(global_batch_size / 96, 4)

@@ -44,8 +44,8 @@ def main() -> None:
     # DP: the wrapper copies the model to every GPU in each forward. Without a GPU it calls the raw
     # model and does not warn, so this script then trains as single.py does.
     model = nn.DataParallel(raw_model)
-    # Linear scaling: a larger batch makes fewer steps, so each step is longer. The factor is at
-    # most four, since larger rates make training fail.
+    # Linear scaling: with a larger batch an epoch has fewer steps, so each step has a higher rate.
+    # The factor is at most four, since higher rates make training fail.
     lr = 0.03 * min(global_batch_size / 96, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
 

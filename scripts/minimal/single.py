@@ -41,8 +41,8 @@ def main() -> None:
     # Two names for one model: dp.py and ddp.py train a wrapped one. All evaluate and save this one.
     raw_model = build_model("convnet").to(device)
     model = raw_model
-    # Linear scaling: a larger batch makes fewer steps, so each step is longer. The factor is at
-    # most four, since larger rates make training fail.
+    # Linear scaling: with a larger batch an epoch has fewer steps, so each step has a higher rate.
+    # The factor is at most four, since higher rates make training fail.
     lr = 0.03 * min(global_batch_size / 96, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
 
