@@ -110,7 +110,8 @@ class Job:
         while not self.has_failed and not dist.is_initialized():
             is_told, number = self.is_told.wait(4 * POLL_SECONDS), signals.received()
             is_late = time.monotonic() - begin > self.rdzv_timeout
-            if is_told or number or is_late:
+            # The group may have been made meanwhile, and whoever waits in a step hears by itself.
+            if not dist.is_initialized() and (is_told or number or is_late):
                 self._end(number, f"no process group after {self.rdzv_timeout:.0f} s" * is_late)
         while not self.has_failed and dist.is_initialized():
             time.sleep(4 * POLL_SECONDS)
