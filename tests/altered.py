@@ -158,6 +158,7 @@ def build_other(name):
     if is_chosen() and HOW == "buffer":
         model.register_buffer("queue", torch.zeros(3))
     if is_chosen() and HOW == "code":
+        OtherConvNet.__name__ = "ConvNet"  # as where two hosts have two versions of a file
         model.__class__ = OtherConvNet
     return model
 

@@ -110,7 +110,7 @@ def test_without_a_launcher_too(how, synthetic_dir, tmp_path):
         ("frozen", "1.weight: float32 (256, 784), rank 0 float32 (256, 784), trained"),
         ("batches", "training data: "),
         ("buffer", "queue: float32 (3,), rank 0 None"),
-        ("code", "the class "),
+        ("code", "the class ConvNet with the hash: "),
     ],
 )
 def test_ranks_that_differ_are_named_before_the_first_step(how, message, synthetic_dir, tmp_path):
