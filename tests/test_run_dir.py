@@ -116,7 +116,7 @@ def test_a_job_of_a_name_that_was_typed_before_is_a_new_job(synthetic_dir, tmp_p
     os.killpg(process.pid, signal.SIGTERM)
     finish(process, 60)
     assert f"{third.name} (killed) goes on at step {saved['global_step']}, since this job" in line
-    assert "to begin anew, take another --run-dir" in line
+    assert "to start over, take another --run-dir" in line
 
 
 def test_without_a_folder_the_latest_run_is_found(tmp_path, monkeypatch):

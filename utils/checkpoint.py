@@ -142,7 +142,7 @@ class Checkpointer:
                 print(f"warning: {damage}continuing from {path}", file=sys.stderr)
             return state
         if damage:
-            raise CheckpointError(f"no whole checkpoint: {damage}begin anew in another --run-dir")
+            raise CheckpointError(f"no whole checkpoint: {damage}start over in another --run-dir")
         print(f"warning: no checkpoint in {self.folder}: starting at step 0", file=sys.stderr)
         return None
 

@@ -91,7 +91,7 @@ def open_run(
             )
         print(
             f"{folder} ({state}) goes on at step {status['global_step']}, since this job began it"
-            " with the same flags: to begin anew, take another --run-dir",
+            " with the same flags: to start over, take another --run-dir",
             flush=True,
         )
     return folder, status and _read(folder / "args.json") | status

@@ -71,5 +71,5 @@ class Throughput:
 
 
 def seconds_since_start() -> float:
-    """Return the age of this process in seconds, but for the start of the interpreter."""
+    """Return the age of this process in seconds, without the start of the interpreter."""
     return time.perf_counter() - early.STARTED

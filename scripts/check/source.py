@@ -33,7 +33,7 @@ WRITTEN = re.compile(r"""\b(\w+)((?:["']\s*:|\s*(?::\s*int\s*)?=)\s*)(\d+)\b(?![
 LOOP = re.compile(r"(\bfor ep\w* in .*?\brange\()(\d+)(?=\))")
 FOREIGN = "pytorch_lightning|lightning|accelerate|deepspeed|horovod|colossalai|ray"
 TRACKERS = ["tensorboardX", "wandb", "visdom", "mlflow", "neptune", "comet_ml", "swanlab"]
-# What a training can do without, if it is not installed: it returns nothing to compute with.
+# What training can do without, if it is not installed: it returns nothing to compute with.
 SHOWS = ["matplotlib", "seaborn", "torchsummary", "torchinfo", "thop", "rich", "prettytable"]
 SHOWS += ["gpustat", "pynvml", "coloredlogs", "colorlog", "termcolor", "colorama", "torchviz"]
 

@@ -1,4 +1,4 @@
-"""Watch a training: its process group, its wrapper, its optimizers, and what came between steps."""
+"""Watch training: its process group, its wrapper, its optimizers, and what came between steps."""
 
 import contextlib
 import inspect

@@ -1,7 +1,7 @@
 """Compare what the ranks told, and say what is wrong, what to do, and what was not seen.
 
-findings.txt lists what can be found. Some findings a rank tells itself, and some are told by
-ranks that do the same at the same time. The functions here find the others.
+findings.txt lists what can be found. A rank reports some findings by itself. Others are what
+several ranks do at the same time. The functions here find the rest.
 """
 
 import re

@@ -41,7 +41,7 @@ READING = """\
 How to read it:
   strong, weak  the global batch stays the same, or the batch of each device does
   devices       GPUs, or else cores. Then a last row gives one process all of them
-  dp            on GPUs its copies, but for the first, are no longer channels_last
+  dp            on GPUs all copies except the first lose channels_last
   limit         independent single runs: what DP and DDP could reach at most
   threads       processes x CPU threads
   images/s      of training, over all devices: median and range of the rounds
