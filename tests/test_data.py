@@ -427,6 +427,11 @@ OWN = [
     (None, (TensorDataset(torch.zeros(3, 2)), Noisy()), "make no batch .*return pairs"),
     (nn.Linear(3, 4), (Noisy(), Noisy()), r"cannot take the images of --dataset, \[4\]"),
     (nn.Linear(4, 3), (Noisy(), Noisy()), "has the class 3, and --model 3 logits"),
+    (
+        nn.Sequential(nn.Flatten(), nn.Linear(16, 3)),
+        [data.ImageSet(torch.zeros(3, 1, 4, 4).byte(), torch.tensor([0, -1, -100]))] * 2,
+        "has the class -1, and --model 3 logits",
+    ),
     (nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), [Noisy()] * 2, r"fails with \[2\] of --model"),
     (
         nn.Linear(4, 1),

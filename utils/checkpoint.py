@@ -17,6 +17,7 @@ from utils.progress import Progress
 from utils.weights import CheckpointError, DamagedFile, load_state, read_tensors
 
 FORMAT = 4
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @dataclass
@@ -99,10 +100,13 @@ class Checkpointer:
             replace_file(self.folder / "last.pt", whole, keep_as=self.folder / kept)
         self.is_damaged = False
 
-    def restore(self, progress: Progress) -> None:
+    def restore(self, progress: Progress) -> list[str]:
         """Load the newest whole checkpoint, if there is one, and its position. Collective.
 
         Every rank gets the file that rank 0 reads, even if the ranks share no disk.
+
+        Returns:
+            The buffers that changed, without running statistics, which evaluations alone read.
 
         Raises:
             CheckpointError: no checkpoint is whole, or it belongs to another model, data set, seed
@@ -111,7 +115,8 @@ class Checkpointer:
         """
         state = distributed.call_on_rank_0(self._read_newest)
         if state is None:
-            return
+            return []
+        fresh = {name: own.clone() for name, own in self.model.named_buffers()}
         load_state(self.model, state["model"], f"{self.folder} does not fit --model")
         own, saved = self.optimizer.state_dict(), state["optimizer"]
         for i, name in enumerate(self._names()):
@@ -123,6 +128,8 @@ class Checkpointer:
         for name, part in self.extra.items():
             load_state(part, state["extra"][name], f"{self.folder} does not fit {name}")
         progress.restore(state["progress"])
+        other = (name for name, own in self.model.named_buffers() if (own != fresh[name]).any())
+        return [name for name in other if not name.endswith(STATISTICS)]
 
     def _read_newest(self) -> dict[str, Any] | None:
         damage = ""

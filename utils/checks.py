@@ -15,6 +15,8 @@ from utils import distributed
 from utils.datasets.sources import DataError
 from utils.errors import UsageError, describe
 
+IGNORED = -100  # cross_entropy skips this class
+
 
 @torch.no_grad()
 def check_fits(model: nn.Module, transform: data.Transform, train_set: Any, test_set: Any) -> None:
@@ -58,8 +60,10 @@ def _check_loss(outputs: Any, targets: Tensor, labels: Tensor) -> None:
     if is_tensor and targets.is_floating_point():
         if outputs.shape != targets.shape and outputs.numel() == targets.numel():
             problem = f"--model returns {kind} for labels {list(targets.shape)}"
-    elif is_tensor and (outputs.ndim, labels.ndim) == (2, 1) and labels.max() >= outputs.shape[1]:
-        problem = f"--dataset has the class {int(labels.max())}, and --model {kind[1]} logits"
+    elif is_tensor and (outputs.ndim, labels.ndim) == (2, 1):
+        outside = labels[((labels < 0) & (labels != IGNORED)) | (labels >= outputs.shape[1])]
+        if len(outside):
+            problem = f"--dataset has the class {int(outside[0])}, and --model {kind[1]} logits"
     try:
         if not problem:
             models.loss_and_counts(outputs, targets)

@@ -28,7 +28,6 @@ from utils.throughput import WARMUP_STEPS, Throughput, seconds_since_start
 from utils.weights import weights_sha256
 
 RECORDED = ("technique", "dataset", "model", "batch_size", "seed", "amp")  # flags in summary.json
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # evaluations alone read them
 CHECK_STEPS = 50  # between looks at the loss on a GPU, each of which waits for it
 
 
@@ -111,19 +110,12 @@ class Run:
         identity = {"model": args.model, "dataset": args.dataset, "seed": args.seed}
         parts = self.model, self.optimizer, self.scaler
         self._checkpointer = Checkpointer(self.folder / "checkpoints", *parts, identity, self.extra)
-        buffers = [(name, own, own.clone()) for name, own in self.model.named_buffers()]
-        if before:
-            self._checkpointer.restore(progress)
-        moved = [
-            n for n, own, fresh in buffers if not n.endswith(STATISTICS) and (own != fresh).any()
-        ]
+        moved = self._checkpointer.restore(progress) if before else []
         self.facts = self._collect_facts()
         launch["global_batch_size"] = progress.global_batch_size
-        shared = f"all ranks have rank 0's {', '.join(moved)}, which each had of its own"
-        notes = (
-            compare(before, flags | launch),
-            shared * (len(moved) > 0 and distributed.world_size() > 1),
-        )
+        notes = [compare(before, flags | launch)]
+        if moved and distributed.world_size() > 1:
+            notes.append(f"all ranks have rank 0's {', '.join(moved)}, which each had of its own")
         note = "; ".join(filter(None, notes))
         if before.get("state") == "complete" and progress.is_finished:
             advice = "raise --epochs or --max-steps" + f"; {note}" * bool(note)
