@@ -2,24 +2,21 @@
 
     python scripts/tools/doctor.py
     torchrun --standalone --nproc_per_node 2 scripts/tools/doctor.py
-    srun python scripts/tools/doctor.py --json
+    srun python scripts/tools/doctor.py
 
 Start the doctor with the launcher, the settings and the flags of the run. Rank 0 prints a table of
-checks. Each row says what was found, and how to repair it. The exit status is 1 if a check failed.
+checks. Each row says what was found, and how to repair it. The exit status is 1 if sums are wrong.
 """
 
 import argparse
-import json
 import os
 import platform
 import resource
 import socket
 import sys
-import threading
-import zlib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,11 +26,9 @@ import torch
 import torch.distributed as dist
 from collectives import largest, time_all_reduce
 
-import data
 from utils import config, output, signals
 from utils.cluster.launch import Job, launch
 from utils.device import select_devices, setup_device, usable_cores
-from utils.errors import describe
 
 SIZES = (4, 2**10, 2**20, 2**24)  # bytes to all-reduce
 OK, WARNING, FAILURE = "ok", "warning", "failure"
@@ -58,10 +53,20 @@ def judge(check: str, problems: list[str], found: str, fix: str, state: str = WA
 
 
 def facts_of_host() -> dict[str, Any]:
-    """Return MiB free in /dev/shm, and the number of files that ``ulimit`` allows."""
+    """Return what this rank knows of its host. ``shm`` is what is free in /dev/shm, in MiB."""
+    address = ""
+    with suppress(OSError):
+        address = socket.gethostbyname(socket.gethostname())
     status = os.statvfs("/dev/shm")
-    free = status.f_bavail * status.f_frsize // 2**20
-    return {"shm": free, "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0]}
+    return {
+        "host": socket.gethostname(),
+        "address": address,
+        "cores": usable_cores(),
+        "shm": status.f_bavail * status.f_frsize // 2**20,
+        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "threads": torch.get_num_threads(),
+        "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
+    }
 
 
 def facts_of_device(device: torch.device, visible: list[torch.device]) -> dict[str, Any]:
@@ -81,7 +86,7 @@ def check_limits(facts: Facts) -> list[Finding]:
     enough = max(OPEN_FILES, 4 * len(facts))  # rank 0 holds several connections to each rank
 
     def low(name: str, least: int) -> list[str]:
-        return [f"{fact[name]} on {fact['name']}" for fact in facts if fact[name] < least]
+        return [f"{fact[name]} on {fact['host']}" for fact in facts if fact[name] < least]
 
     shm, files = (", ".join(sorted({str(f[n]) for f in facts})) for n in ("shm", "files"))
     cure = "--shm-size=1g for a container, in Kubernetes a volume emptyDir with medium: Memory"
@@ -91,8 +96,9 @@ def check_limits(facts: Facts) -> list[Finding]:
     ]
 
 
-def check_gpus(facts: Facts, backend: str) -> list[Finding]:
+def check_gpus(facts: Facts) -> list[Finding]:
     """Return the rows about devices and their memory."""
+    # With nccl such ranks have already ended with an error.
     uuids = [fact.get("uuid", str(rank)) for rank, fact in enumerate(facts)]
     shared = [
         f"rank {rank} shares {fact['device']}"
@@ -102,53 +108,23 @@ def check_gpus(facts: Facts, backend: str) -> list[Finding]:
     devices = {fact["device"] for fact in facts}
     memory = [fact["memory"] for fact in facts if "memory" in fact]
     used = [
-        f"{fact['memory'][0]} of {fact['memory'][1]} MiB of {fact['device']} on {fact['name']} free"
+        f"{fact['memory'][0]} of {fact['memory'][1]} MiB of {fact['device']} on {fact['host']} free"
         for fact in facts
         if "memory" in fact and 2 * fact["memory"][0] < fact["memory"][1]
     ]
     free = f"{min(memory)[0]} MiB or more free" if memory else "no GPU"
-    state = FAILURE if backend == "nccl" else WARNING
     return [
-        judge("devices", shared, ", ".join(sorted(devices)), "one process for each GPU", state),
+        judge("devices", shared, ", ".join(sorted(devices)), "one process for each GPU"),
         judge("GPU memory", used, free, "nvidia-smi shows who uses it; --devices names others"),
     ]
 
 
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    for name in ("torchvision", "numpy"):
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
+def versions() -> str:
+    """Return the versions of this rank. The ranks compare that of torch when they meet."""
+    found = f"Python {platform.python_version()}, torch {torch.__version__}"
     if torch.cuda.is_available():
-        found |= {"cuda": str(torch.version.cuda), "nccl": str(torch.cuda.nccl.version())}
+        found += f", CUDA {torch.version.cuda}, NCCL {torch.cuda.nccl.version()}"
     return found
-
-
-def facts_of_data(name: str, data_dir: str) -> dict[str, Any]:
-    """Return a checksum of a data set, or why it can't be read. Empty if it isn't fetched yet."""
-    source = data.SOURCES[name]
-    if source.mirrors and not Path(data_dir, source.folder).is_dir():
-        return {}
-    try:
-        sets = data.place(data.load_dataset(name, data_dir), torch.device("cpu"), False, 0, 0)
-        return {"sum": zlib.crc32(repr([data.fingerprint(each) for each in sets]).encode())}
-    except Exception as error:  # a user's own function can fail in any way
-        return {"problem": describe(error)}
-
-
-def facts_of_this_rank(args: argparse.Namespace) -> dict[str, Any]:
-    address = ""
-    with suppress(OSError):
-        address = socket.gethostbyname(socket.gethostname())
-    return {
-        "host": socket.gethostname(),
-        "name": socket.gethostname(),
-        "address": address,
-        "versions": versions(),
-        "data": facts_of_data(args.dataset, args.data_dir),
-        "cores": usable_cores(),
-        **facts_of_host(),
-    }
 
 
 def check_all_reduce(device: torch.device, world_size: int) -> Finding:
@@ -169,80 +145,53 @@ def unreachable_hosts(facts: Facts, rank: int) -> list[str]:
     with socket.create_server(("", 0), backlog=1024) as listener:
         ports: list[Any] = [None] * len(facts)
         dist.all_gather_object(ports, listener.getsockname()[1])
-        others = {f["host"]: (f, port) for f, port in zip(facts, ports, strict=True)}
+        others = {fact["host"]: (fact, port) for fact, port in zip(facts, ports, strict=True)}
         others.pop(facts[rank]["host"])
 
-        def probe(fact: dict[str, Any], port: int) -> None:
+        def probe(other: tuple[dict[str, Any], int]) -> None:
+            fact, port = other
             try:
                 if fact["address"].startswith("127."):
                     raise OSError("that is each host itself")
                 socket.create_connection((fact["address"], port), timeout=2).close()
             except OSError:
-                found.append(f"{fact['name']} resolves to {fact['address'] or 'nothing'}")
+                found.append(f"{fact['host']} resolves to {fact['address'] or 'nothing'}")
 
-        threads = [threading.Thread(target=probe, args=other) for other in others.values()]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(64) as pool:
+            pool.map(probe, others.values())
         dist.barrier()  # before the listener goes
     return found
 
 
-def check_data(facts: Facts, where: str) -> Finding:
-    absent = [f"no {where} on {fact['name']}" for fact in facts if not fact["data"]]
-    if absent:
-        return judge("data", absent, "", "the first process will fetch and prepare it")
-    broken = [f"{f['data']['problem']} on {f['name']}" for f in facts if "problem" in f["data"]]
-    if broken:
-        return judge("data", broken, "", "make it readable on every host", FAILURE)
-    sums = {fact["data"]["sum"] for fact in facts}
-    problems = [f"{where} differs from rank to rank"] if len(sums) > 1 else []
-    cure = "prepare it again on every host; give a set of your own one order and one seed"
-    return judge("data", problems, f"{where}, the same on all ranks", cure, FAILURE)
-
-
-def examine(facts: Facts, args: argparse.Namespace, backend: str) -> list[Finding]:
+def examine(facts: Facts, backend: str) -> list[Finding]:
     """Turn the facts of all ranks into rows."""
     hosts: dict[str, Facts] = {}
     for fact in facts:
         hosts.setdefault(fact["host"], []).append(fact)
-    groups = [(group[0]["name"], group) for group in hosts.values()]
-
-    rendezvous = ", ".join(f"{len(group)} processes on {name}" for name, group in groups)
-    installed = ", ".join(" ".join(item) for item in facts[0]["versions"].items())
-    found = {
-        name: sorted({fact["versions"].get(name, "-") for fact in facts})
-        for name in {name for fact in facts for name in fact["versions"]}
-    }
-    unlike = [f"{name} {' / '.join(values)}" for name, values in found.items() if len(values) > 1]
+    rendezvous = ", ".join(f"{len(group)} processes on {host}" for host, group in hosts.items())
     unreachable = [text for fact in facts for text in fact["unreachable"]]
     address = "in /etc/hosts, give the name the address that others use; or set GLOO_SOCKET_IFNAME"
-    chosen = {f"{f['interface'] or 'where the hostname leads'} on {f['name']}" for f in facts}
-    threads = ", ".join(f"{g[0]['threads']} x {len(g)} on {g[0]['cores']} cores" for _, g in groups)
+    chosen = {f"{f['interface'] or 'where the hostname leads'} on {f['host']}" for f in facts}
+    groups = hosts.values()
+    threads = ", ".join(f"{g[0]['threads']} x {len(g)} on {g[0]['cores']} cores" for g in groups)
     crowded = [
-        f"{sum(fact['threads'] for fact in group)} threads on {group[0]['cores']} cores of {name}"
-        for name, group in groups
+        f"{sum(fact['threads'] for fact in group)} threads on {group[0]['cores']} cores of {host}"
+        for host, group in hosts.items()
         if sum(fact["threads"] for fact in group) > group[0]["cores"]
     ]
     return [
         Finding("rendezvous", OK, rendezvous),
-        judge("versions", unlike, installed, "install the same packages on every host", FAILURE),
+        Finding("versions", OK, versions()),
         judge("hostnames", unreachable, "resolve to where the others can reach them", address),
         Finding("interface", OK, f"{backend}: {', '.join(sorted(chosen))}"),
-        *check_gpus(facts, backend),
+        *check_gpus(facts),
         *check_limits(facts),
-        check_data(facts, f"{args.dataset} in {args.data_dir}"),
         judge("threads", crowded, threads, "start fewer processes, or lower --threads"),
     ]
 
 
 def run(args: argparse.Namespace, job: Job) -> int:
     """Examine, report from rank 0, and return the exit status."""
-    out = os.dup(1)
-    if args.json:  # and gloo must not write there (torch 2.9)
-        os.dup2(2, 1)
-    own = facts_of_this_rank(args)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     rank, local_rank, world_size = (int(os.environ[name]) for name in names)
     devices = select_devices(args.device, args.devices)
@@ -256,18 +205,15 @@ def run(args: argparse.Namespace, job: Job) -> int:
         timeout=timedelta(seconds=args.timeout),
         device_id=device if "nccl" in job.backend else None,
     )
-    own |= facts_of_device(device, devices)
-    own |= {"threads": torch.get_num_threads(), "interface": os.environ.get("GLOO_SOCKET_IFNAME")}
+    own = facts_of_host() | facts_of_device(device, devices)
     facts: Facts = [{}] * world_size
     dist.all_gather_object(facts, own)
     own["unreachable"] = unreachable_hosts(facts, rank)
     dist.all_gather_object(facts, own)
     rows = [check_all_reduce(device, world_size)]
     if rank == 0:
-        rows = [*examine(facts, args, job.backend.rpartition(":")[2]), *rows]
-        if args.json:
-            os.write(out, json.dumps([row._asdict() for row in rows], indent=2).encode())
-        for row in [] if args.json else rows:
+        rows = [*examine(facts, job.backend.rpartition(":")[2]), *rows]
+        for row in rows:
             fix = f"\n{'':23}-> {row.fix}" if row.fix else ""
             print(f"{row.check:<12}  {row.state:<7}  {row.found}{fix}", flush=True)
     status = largest(int(any(row.state == FAILURE for row in rows)))
@@ -279,7 +225,6 @@ def main() -> int:
     output.protect()
     signals.install_handlers()
     parser = config.build_parser("ddp", __doc__)  # the flags of the run, but shorter timeouts
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.set_defaults(technique="ddp", rdzv_timeout=30.0, timeout=30.0)
     args = parser.parse_args()
     if problem := config.find_conflict(args):
