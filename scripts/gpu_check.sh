@@ -3,9 +3,8 @@
 #
 #   ./scripts/gpu_check.sh [--data-dir DIR] [--dry-run]
 #
-# The check takes some twenty minutes and writes one report, runs/gpu-check-<date>/report.md. It
-# ends with a row for the table of measured machines in docs/tools.md. The exit status is 1 if a
-# part failed, and 2 if torch can use no GPU. --dry-run prints the commands.
+# The check takes some twenty minutes and writes one report, runs/gpu-check-<date>/report.md. The
+# exit status is 1 if a part failed, and 2 if torch can use no GPU. --dry-run prints the commands.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/environment.sh
@@ -81,37 +80,7 @@ if ((gpus > 1)); then
 fi
 
 $dry_run && exit
-# The row of this machine for docs/tools.md, from what the tools have written.
-row=$("$PYTHON" - "$run_dir" "$report" "$(IFS=,; echo "${failed[*]:-none}")" <<'PYTHON_CODE'
-import json, pathlib, re, sys, time
-
-run_dir, report, failed = sys.argv[1:]
-text, path = pathlib.Path(report).read_text(), pathlib.Path(run_dir, "benchmark.json")
-found = json.loads(path.read_text()) if path.exists() else {"machine": {}, "tables": {}}
-machine, rows = found["machine"], next(iter(found["tables"].values()), [])
-speeds = [
-    f"{row['technique']} {row['devices']}: {row['images_per_second']['median']:,.0f}"
-    for row in rows
-    if row["images_per_second"] and row["technique"] in ("single", "dp", "ddp")
-]
-reached = [line.split() for line in text.splitlines() if line.endswith(" reached")]
-seconds = [f"{words[0]} {words[5]} / {words[6]}" for words in reached]
-hidden = re.findall(r"^  communication.*?(?:hidden ([0-9.]+%)|$)", text, re.MULTILINE)
-commit = text.split()[4].rstrip(",")
-gpus = machine.get("gpus", [])
-cells = [
-    f"{time.strftime('%Y-%m-%d')}, {commit}",
-    f"{len(gpus)} x {gpus[0] if gpus else '?'}, {machine.get('cpu', '?')}",
-    machine.get("torch", "?"),
-    *("; ".join(values) or "-" for values in (speeds, seconds)),
-    " / ".join(share or "0" for share in hidden) or "-",
-    failed,
-]
-print(f"| {' | '.join(cells)} |")
-PYTHON_CODE
-)
-printf '\n## Row for docs/tools.md\n\n%s\n' "$row" | tee -a "$report"
-say $'\n'"The report is in $report. Reports and rows are welcome."
+say $'\n'"The report is in $report. Reports are welcome."
 if ((${#failed[@]})); then
     say "Failed: $(printf '%s; ' "${failed[@]}")"
     exit 1

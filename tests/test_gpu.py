@@ -4,7 +4,6 @@ Tests marked ``gpu`` see the GPUs that the user lets them see; no other test doe
 ``nccl`` are worth a second run with NCCL's other backend (TORCH_DIST_USE_NCCL2=0).
 """
 
-import json
 import re
 import shutil
 import sys
@@ -46,17 +45,10 @@ def fakes(tmp_path):
     for name in ("gpu_check.sh", "environment.sh"):
         shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
     (tmp_path / "bin").mkdir()
-    rows = [{"technique": "ddp", "devices": 2, "images_per_second": {"median": 1234.5}}]
-    found = {"machine": {"gpus": ["Fake"] * 2, "cpu": "CPU", "torch": "2.15"}, "tables": {"": rows}}
-    (tmp_path / "found.json").write_text(json.dumps(found))
-    python = f"""case "$*" in
-        -c*) echo "${{GPUS:-2}}" ;;
-        -\\ runs*) exec {sys.executable} "$@" ;;
-        -\\ *) exit "${{MISSING:-0}}" ;;
+    python = """case "$*" in
+        -c*) echo "${GPUS:-2}" ;;
+        -\\ *) exit "${MISSING:-0}" ;;
         *pytest*) exit 1 ;;
-        *benchmark.py*) for last; do :; done; cp found.json "$last/benchmark.json" ;;
-        *sweep.py*) echo "ddp   96 0.4  99.010 98.98-99.05  1.2 5.9  5.8-6.0  reached" ;;
-        *trace.py*) echo "  communication  4.0%  in backward 4.0%; hidden 3.8% more" ;;
         *) echo "ran $*" ;;
     esac"""
     for name, text in ("nvidia-smi", "echo GPU 0: Fake; echo GPU 1: Fake"), ("python3", python):
@@ -84,14 +76,9 @@ def test_the_report_has_all_parts_although_one_failed(fakes):
     (report,) = fakes.glob("runs/gpu-check-*/report.md")
     titles = [line for line in report.read_text().splitlines() if line.startswith("## ")]
     assert len(titles) > 5
-    assert report.read_text().count("```") == 2 * (len(titles) - 1)
+    assert report.read_text().count("```") == 2 * len(titles)
     assert "scripts/tools/doctor.py --dataset mnist --data-dir my data" in report.read_text()
     assert str(report.relative_to(fakes)) in ended.stderr
-    *_, row = report.read_text().splitlines()
-    cells = [cell.strip() for cell in row.split("|")[2:-1]]
-    assert cells[:2] == ["2 x Fake, CPU", "2.15"]
-    assert cells[2:] == ["ddp 2: 1,234", "ddp 1.2 / 5.9", "3.8% / 3.8%", cells[-1]]
-    assert cells[-1] == "Tests,Tests with the former NCCL backend"
 
 
 # One GPU
