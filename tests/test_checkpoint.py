@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import models
@@ -18,7 +16,7 @@ from utils import checkpoint
 from utils.checkpoint import Checkpointer
 from utils.errors import Diverged, UsageError
 from utils.progress import Progress
-from utils.weights import CheckpointError, load_weights, read_tensors, weights_sha256
+from utils.weights import CheckpointError, load_weights, weights_sha256
 
 IDENTITY = {"model": "linear", "dataset": "mnist", "seed": 0}
 
@@ -371,24 +369,3 @@ def test_weights_that_do_not_fit_are_named_beside_our_own(tmp_path):
             load_weights(models.build_model("linear"), str(path))
     for name in ("fc1.weight", "fc1.bias", "1.weight", "1.bias"):
         assert name in str(caught.value)
-
-
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(data=st.data())
-def test_any_damage_is_an_error_of_one_line(tmp_path, data):
-    """Reading a file ends in the weights or in one line, whatever happened to it."""
-    path = tmp_path / "weights.pt"
-    torch.save(models.build_model("linear").state_dict(), path)
-    content = bytearray(path.read_bytes())
-    for _ in range(data.draw(st.integers(1, 4))):
-        position = data.draw(st.integers(0, len(content) - 1))
-        content[position] = data.draw(st.integers(0, 255))
-    path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
-    message = ""
-    try:
-        read_tensors(path)
-    except CheckpointError as error:
-        message = str(error)
-    assert len(message.splitlines()) <= 1

@@ -4,8 +4,6 @@ import shlex
 import sys
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.processes import error_line, run, script
 from utils import config
@@ -86,20 +84,3 @@ def test_bad_starts(name, flags, status, message, synthetic_dir, tmp_path):
     ended = run(*script(name, *common, *shlex.split(flags)), cwd=tmp_path)
     assert message in error_line(ended, status)
     assert list(tmp_path.iterdir()) == [], "something was written"
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    st.lists(
-        st.sampled_from(["--lr", "--epochs", "--devices", "--resume", "--seed"])
-        | st.text(max_size=8)
-    )
-)
-def test_any_command_line_is_parsed_or_refused(words):
-    """No traceback, whatever is typed."""
-    try:
-        args = config.parse_args("train_ddp.py", None, words)
-    except SystemExit as stop:
-        assert stop.code in (0, 2)  # noqa: PT017
-    else:
-        assert args.lr > 0
