@@ -74,7 +74,10 @@ STARTS = [
     ("train_single.py", "--run-dir /proc/run", 2, "cannot be written"),
     ("train_single.py", "--device cpu --devices 0", 2, "there are 0 GPUs to use"),
     ("train_dp.py", "--output-device 0", 2, "is not one of the GPUs []"),
-    ("train_ddp.py", "--backend mpi", 2, "was built with"),
+    ("train_ddp.py", "--backend nccl --device cpu", 2, "was built with"),
+    ("train_ddp.py", "--nprocs 3 --backend mpi", 2, "was built with"),  # one line for all ranks
+    ("train_ddp.py", "--nprocs 2 --nnodes 2", 2, "--nnodes needs the address of node 0"),
+    ("train_ddp.py", "--sync-bn", 2, "SyncBatchNorm works on GPUs only"),
 ]
 
 

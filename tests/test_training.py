@@ -273,12 +273,6 @@ def test_a_run_is_not_overwritten(synthetic_dir, tmp_path):
     assert (tmp_path / "run" / "summary.json").read_bytes() == before
 
 
-def test_sync_bn_on_a_cpu_is_refused(synthetic_dir, tmp_path):
-    ended = run(*script("train_ddp.py", *flags(synthetic_dir, tmp_path / "run", "--sync-bn")))
-    assert "SyncBatchNorm works on GPUs only" in error_line(ended)
-    assert not (tmp_path / "run").exists()
-
-
 @SLOW
 def test_a_model_is_compiled_once_for_training(synthetic_dir, tmp_path):
     """DDP's warm-up comes with the first batch's size and strides, or it would compile twice."""
