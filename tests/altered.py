@@ -40,7 +40,6 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.optim import swa_utils  # noqa: E402
-from torch.utils.data import DistributedSampler, dataloader  # noqa: E402
 
 import data  # noqa: E402
 import models  # noqa: E402
@@ -198,18 +197,6 @@ def read_newest(self):
     return read_own(self) if os.environ["RANK"] == "0" else None
 
 
-class InDistributedOrder(DistributedSampler):
-    """Stand in for ``RandomSampler``, with the permutations that ``DistributedSampler`` draws."""
-
-    def __init__(self, dataset, generator=None):
-        super().__init__(dataset, num_replicas=1, rank=0)
-
-    def __iter__(self):
-        order = super().__iter__()
-        self.epoch += 1
-        return order
-
-
 # What a user brings
 
 
@@ -338,7 +325,6 @@ if HOW in ("float64", "exact"):
     torch.set_default_dtype(torch.float64)
 if HOW == "exact":
     models.MODELS["convnet"] = models.mlp
-    dataloader.RandomSampler = InDistributedOrder
 if HOW in TASKS:
     mean, std = ((0.13,) * 3, (0.11,) * 3) if HOW == "colour100" else (0.13, 0.13)
     SOURCES["mine"] = Source("Mine", mean, std)
