@@ -18,9 +18,8 @@ stuck: after five batches the rank's loader worker gives no more.
 frozen, buffer, code, batches: the rank has another model, or other data. empty: no other rank than
 rank 0 finds a checkpoint. clock: a step takes a second, the first one a hundred. float64, float32:
 weights are of that type, and each rank prints their checksum, its last seed and the outputs' type.
-exact: a minimal script without batch normalisation, in float64, and with the images in the order of
-``DistributedSampler``. TASKS: data, a network and a task of a user's own, as the README has a user
-edit the project. ALTER_KILL is a signal that comes beside.
+exact: a minimal script without batch normalisation, and in float64. TASKS: data and a network of a
+user's own, as the README has a user edit the project.
 """
 
 import ctypes
@@ -47,11 +46,9 @@ from utils import checkpoint, evaluation, optim, run, throughput  # noqa: E402
 from utils.datasets.sources import SOURCES, Source  # noqa: E402
 
 HOW, AT = os.environ.get("ALTER", ""), os.environ.get("ALTER_AT", "")
-# How many classes; 0 is a regression of two numbers. folder is a folder of images, the --data-dir.
-# In depth each training step uses other layers of the network, in uneven each rank does, in
-# overflow a gradient of rank 1 becomes infinite. State has more to save than weights.
-TASKS = {"colour100": 100, "folder": 4, "regression": 0}
-TASKS |= dict.fromkeys(("depth", "uneven", "overflow", "state"), 10)
+# Two numbers for each image; a layer that every second step leaves out, or that only rank 0 uses; a
+# gradient that becomes infinite on rank 1; more to save than weights.
+TASKS = ("regression", "depth", "uneven", "overflow", "state")
 steps, losses, dtype, waits, timers = 0, 0, None, [], []
 
 
@@ -98,9 +95,8 @@ def go_wrong(when):
         os._exit(0)
     if HOW == "nan":
         nn.functional.cross_entropy = lambda *a, **k: cross_entropy(*a, **k) * float("nan")
-    how = os.environ.get("ALTER_KILL", HOW)
-    if how.startswith("SIG"):
-        number, seconds = getattr(signal, how), float(os.environ.get("ALTER_DELAY", 0))
+    if HOW.startswith("SIG"):
+        number, seconds = getattr(signal, HOW), float(os.environ.get("ALTER_DELAY", 0))
         if not seconds:
             return os.kill(os.getpid(), number)
         timers.append(threading.Timer(seconds, os.kill, (os.getpid(), number)))
@@ -164,7 +160,7 @@ def build_other(name):
 
 def load_other(*args):
     go_wrong("data")
-    train, test = load_own(args[1]) if HOW in TASKS else load_dataset(*args)
+    train, test = load_own() if HOW in TASKS else load_dataset(*args)
     if is_chosen() and HOW == "batches":
         train = data.ImageSet(train.images[:-500], train.labels[:-500])
     return train, test
@@ -200,74 +196,48 @@ def read_newest(self):
 # What a user brings
 
 
-def load_own(data_dir):
-    """Make images with a bright spot, whose place is the label."""
-    if HOW == "folder":
-        from torchvision import datasets, transforms
-
-        flip = [transforms.RandomVerticalFlip(), transforms.ToTensor()]
-        transform = {"train": transforms.Compose(flip), "test": flip[1]}
-        return [datasets.ImageFolder(f"{data_dir}/{part}", transform[part]) for part in transform]
+def load_own():
+    """Make images with a bright spot. Its column is the label, or its place are the two numbers."""
     generator = torch.Generator().manual_seed(0)
-    shape = (3, 32, 32) if HOW == "colour100" else (28, 28)
-    images = torch.randint(60, (3000, *shape), generator=generator, dtype=torch.uint8)
-    columns, rows = torch.randint(10, (2, 3000), generator=generator)
-    if TASKS[HOW]:
-        labels = torch.randint(TASKS[HOW], (3000,), generator=generator)
-        columns, rows = labels % 10, labels // 10
-    for image, column, row in zip(images, columns.tolist(), rows.tolist(), strict=True):
-        image[..., 2 * row + 3 : 2 * row + 6, 2 * column + 3 : 2 * column + 6] = 255
-    if not TASKS[HOW]:
-        labels = torch.stack([columns, rows], 1) / 10
+    images = torch.randint(60, (3000, 28, 28), generator=generator, dtype=torch.uint8)
+    places = torch.randint(10, (3000, 2), generator=generator)
+    for image, (column, row) in zip(images, places.tolist(), strict=True):
+        image[2 * row + 3 : 2 * row + 6, 2 * column + 3 : 2 * column + 6] = 255
+    labels = places / 10 if HOW == "regression" else places[:, 0]
     return data.ImageSet(images[:2400], labels[:2400]), data.ImageSet(images[2400:], labels[2400:])
 
 
-class Depth(nn.Module):
-    """Leaves out one of its two layers in each training step."""
+class Branched(nn.Module):
+    """Leaves out a layer in some training steps."""
 
     def __init__(self):
         super().__init__()
-        self.stem, self.head = nn.Linear(784, 32), nn.Linear(32, 10)
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        self.stem, self.branch, self.head = nn.Linear(784, 32), nn.Linear(32, 32), nn.Linear(32, 10)
         self.steps = 0
 
     def forward(self, images):
-        x = self.stem(images.flatten(1)).relu()
-        for number, layer in enumerate(self.layers):
-            # The same on every rank: who draws here would have ranks with different graphs.
-            is_on = self.steps % 2 == number
-            if HOW == "uneven":
-                is_on = number == 0 or self.steps < 2 or os.environ["RANK"] == "0"
-            if not self.training or is_on or HOW == "overflow":
-                x = x + layer(x).relu()
-        if (HOW, self.steps, os.environ["RANK"]) == ("overflow", 2, "1"):
+        x, rank = self.stem(images.flatten(1)).relu(), os.environ["RANK"]
+        is_left_out = {"depth": self.steps % 2, "uneven": self.steps > 1 and rank != "0"}
+        if not (self.training and is_left_out.get(HOW)):
+            x = x + self.branch(x).relu()
+        if (HOW, self.steps, rank) == ("overflow", 2, "1"):
             x.register_hook(lambda grad: grad + float("inf"))
         self.steps += self.training
         return self.head(x)
 
 
 class State(nn.Linear):
-    """Has a buffer that is infinite on purpose, as a causal mask is, and state beside tensors."""
+    """Keeps in a buffer what this rank has seen."""
 
     def __init__(self):
         super().__init__(784, 10)
-        self.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
         self.register_buffer("queue", torch.zeros(10))
-        self.own = {"forwards": 0, "best": float("inf"), "last": [torch.zeros(10)]}
 
     def forward(self, images):
         outputs = super().forward(images.flatten(1))
         if self.training:
-            self.own["forwards"] += 1
-            self.own["last"] = [outputs.detach().mean(0)]
             self.queue = outputs.detach().mean(0)
         return outputs
-
-    def get_extra_state(self):
-        return self.own
-
-    def set_extra_state(self, state):
-        self.own = state
 
 
 def two_groups(model, lr, momentum, weight_decay):
@@ -283,17 +253,9 @@ def with_average(self, *args, **kwargs):
 
 
 def build_own():
-    if HOW == "state":
-        return State()
-    if HOW in ("depth", "uneven", "overflow"):
-        return Depth()
-    if HOW == "colour100":
-        first = nn.Conv2d(3, 8, 3, stride=2, padding=1)
-        return nn.Sequential(
-            first, nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(2048, 100)
-        )
-    inputs = 3 * 16 * 16 if HOW == "folder" else 28 * 28
-    return nn.Sequential(nn.Flatten(), nn.Linear(inputs, TASKS[HOW] or 2))
+    if HOW == "regression":
+        return nn.Sequential(nn.Flatten(), nn.Linear(784, 2))
+    return State() if HOW == "state" else Branched()
 
 
 def regression(outputs, targets, label_smoothing=0.0):
@@ -326,8 +288,7 @@ if HOW in ("float64", "exact"):
 if HOW == "exact":
     models.MODELS["convnet"] = models.mlp
 if HOW in TASKS:
-    mean, std = ((0.13,) * 3, (0.11,) * 3) if HOW == "colour100" else (0.13, 0.13)
-    SOURCES["mine"] = Source("Mine", mean, std)
+    SOURCES["mine"] = Source("Mine", 0.13, 0.13)
     models.MODELS["mine"] = build_own
 if HOW == "state":
     optim.build_optimizer = two_groups
