@@ -27,7 +27,6 @@ from tests.test_launch import (
     expected,  # noqa: F401
     finish_all,
     launch,
-    path_of_python,
     row,
 )
 
@@ -119,7 +118,7 @@ PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe
     (folder / "state").mkdir()
     for node in NODES:
         (folder / f"spool.{node}").mkdir()
-    found = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": path_of_python()}
+    found = {"SLURM_CONF": str(folder / "slurm.conf")}
     commands = [
         ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={munge_socket}",
          f"--pid-file={folder}/munged.pid", f"--log-file={folder}/munged.log",

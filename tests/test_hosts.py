@@ -26,7 +26,6 @@ from tests.test_launch import (
     error_lines,
     finish_all,
     launch,
-    path_of_python,
     row,
 )
 
@@ -118,7 +117,7 @@ class Hosts:
         inside = f"hostname node{node}; exec bash -c '{command}'"
         return subprocess.Popen(
             ["ip", "netns", "exec", self.names[node], "unshare", "-u", "bash", "-c", inside],
-            env=environment(PATH=path_of_python(), **known, **variables),
+            env=environment(**known, **variables),
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -177,7 +176,7 @@ def ssh_stub(network, folder):
     )
     stub.chmod(0o755)
     names = " ".join(f"node{node}" for node in range(len(network.names)))
-    return {"SSH": str(stub), "HOSTS": names, "NPROC_PER_NODE": "1", "PATH": path_of_python()}
+    return {"SSH": str(stub), "HOSTS": names, "NPROC_PER_NODE": "1"}
 
 
 @pytest.mark.parametrize(
