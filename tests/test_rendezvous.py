@@ -11,7 +11,7 @@ from contextlib import closing, suppress
 import pytest
 import torch.distributed as dist
 
-from tests.processes import ROOT, finish, free_port, run, script, start
+from tests.processes import ROOT, finish, free_port, run, script, start, succeed
 from tests.test_launch import error_lines, wait_for_port
 from utils.cluster.meeting import COMPLETE, Meeting, Member, RendezvousError, meet, name
 from utils.cluster.places import Address, File
@@ -183,10 +183,9 @@ def test_a_store_of_another_attempt_is_not_taken(tmp_path):
 @pytest.mark.slow
 def test_a_world_of_256_meets_and_names_who_is_missing_and_who_is_lost():
     """Real stores, and as many connections for each rank as a rank holds."""
-    ended = run(sys.executable, ROOT / "tests" / "simulate.py", 64, 256, timeout=280, real=True)
-    assert ended.returncode == 0, ended.text
-    small, large = map(json.loads, ended.stdout.splitlines())
+    words = [sys.executable, ROOT / "tests" / "simulate.py"]
+    small, large = (json.loads(succeed(run(*words, size)).stdout) for size in (64, 256))
     named = [large[key] for key in ("met", "named_missing", "named_lost")]
     assert named == [256, 255, 255], large
     for key in ("meeting_MB", "lost_MB"):  # they grow no faster than the world
-        assert large[key] < 2 * 4 * max(small[key], 0.1), (small, large)
+        assert large[key] < 2 * 4 * small[key] or not large["own_network"], (small, large)
