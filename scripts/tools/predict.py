@@ -4,9 +4,8 @@
     python scripts/tools/predict.py runs/single-20260101-120000 digit.png
 
 The tool takes the run directory or a checkpoint of any of the three scripts. --test also draws the
-confusion matrix and the mistakes, into the run's TensorBoard and into PNG files in its folder. A
-picture is resized to the images of the data set, and has to look like them: MNIST's digits are
-light on dark.
+confusion matrix and the mistakes, into PNG files in the run's folder. A picture is resized to the
+images of the data set, and has to look like them: MNIST's digits are light on dark.
 """
 
 import argparse
@@ -38,17 +37,14 @@ MAX_NAMED = 20  # classes. With more of them, the cells of the matrix have no nu
 
 
 class Trained(NamedTuple):
-    """A network to ask, its test set, the position of its checkpoint, and the flags of its run."""
+    """A network to ask, its test set, and the folder of its run."""
 
     model: nn.Module
     transform: data.Transform
     precision: Precision
     dataset: str
-    train_size: int
     test_set: Any
     folder: Path
-    progress: dict[str, Any]
-    flags: dict[str, Any]
 
     def ask(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the outputs [B, ...] for a batch, and its labels where the outputs are."""
@@ -76,13 +72,11 @@ def load(path: Path, device: torch.device, data_dir: str | None) -> Trained:
     with suppress(OSError, ValueError):  # a lone checkpoint has none
         flags = json.loads((folder / "args.json").read_text())
     sets = data.load_dataset(dataset, data_dir or flags.get("data_dir", "data"))
-    train_set, test_set = data.place(sets, device, False, 0, 0)
+    _, test_set = data.place(sets, device, False, 0, 0)
     transform = data.Transform(device, dataset)
     # In another precision a few predictions differ.
     precision = Precision(device, flags.get("amp", "off"))
-    model, size = model.to(device).eval(), len(train_set)
-    progress = state["progress"]
-    return Trained(model, transform, precision, dataset, size, test_set, folder, progress, flags)
+    return Trained(model.to(device).eval(), transform, precision, dataset, test_set, folder)
 
 
 def read_picture(path: Path, test_set: Any) -> Tensor:
@@ -210,14 +204,6 @@ def run_test(trained: Trained) -> None:
     for name, figure in figures.items():
         figure.savefig(trained.folder / f"{name}.png", dpi=120)
     print(f"pictures in {trained.folder}/confusion_matrix.png and mistakes.png")
-    if trained.flags:  # a run directory, not a lone checkpoint
-        from torch.utils.tensorboard import SummaryWriter  # a second to import
-
-        seen = trained.progress["epoch"] * trained.train_size + trained.progress["epoch_samples"]
-        with SummaryWriter(trained.folder, filename_suffix=".predict") as writer:
-            for name, figure in figures.items():
-                writer.add_figure(f"test_images/{name}", figure, seen)
-        print(f"and in TensorBoard: tensorboard --logdir {trained.folder.parent}")
 
 
 @torch.inference_mode()
