@@ -96,7 +96,7 @@ TWO_SIZES = ["--global-batch-sizes", "64,1000", "--batch-sizes", "", *TWO]
 
 
 def test_a_core_is_a_device_and_the_rest_is_equal(pretend):
-    flags = ["--global-batch-sizes", 64, "--batch-sizes", 256, "--num-workers", 1, "--steps", 30]
+    flags = ["--global-batch-sizes", 64, "--batch-sizes", 256, "--num-workers", 1]
     ended = succeed(pretend.run(benchmark, *flags, *TWO, "--", "--amp", "bf16"))
     for given in pretend.started():
         processes = int(given.get("--nprocs", 1))
@@ -148,13 +148,15 @@ def test_on_gpus_devices_are_named(monkeypatch, capsys):
     assert "ddp needs two GPUs, and there is one" in capsys.readouterr().err
     monkeypatch.setattr(trial, "select_devices", lambda kind: gpus)
     monkeypatch.setattr(benchmark, "usable_cores", lambda: 16)
-    args = benchmark.parse_args(["--global-batch-sizes", "96", "--batch-sizes", ""])
-    assert (args.device, args.counts, args.threads) == ("cuda", [2, 4, 6], 2)
-    assert benchmark.parse_args([]).counts == [2, 4], "128 images are none to split among six"
+    assert benchmark.parse_args([]).counts == [4], "128 images are none to split among six"
+    args = benchmark.parse_args(
+        ["--global-batch-sizes", "96", "--batch-sizes", "", "--counts", "6,2"]
+    )
+    assert (args.device, args.counts, args.threads) == ("cuda", [2, 6], 2)
     args.dataset, args.train_size = "mnist", 60_000
     ((_, _, settings),) = benchmark.plan(args)
     found = {(s.technique, s.devices): s for s in settings}
-    assert len(found) == len(settings) == 1 + 3 * 3
+    assert len(found) == len(settings) == 1 + 3 * 2
     for technique, named in (("single", ["0"]), ("ddp", ["0,1"]), ("limit", ["0", "1"])):
         setting = found[technique, 1 if technique == "single" else 2]
         commands = [[str(w) for w in c] for c in benchmark.build_commands(setting, args, 20)]
@@ -252,7 +254,7 @@ def test_scaling_measures_and_predicts():
     ("tool", "flags", "words"),
     [
         ("sweep", "--techniques single --epochs 0.1 --seeds 0 --goal 30", "reached"),
-        ("benchmark", "--quick --steps 5 --models linear --output results", "limit"),
+        ("benchmark", "--quick --seconds 0.1 --models linear --output results", "limit"),
     ],
 )
 def test_for_real(tool, flags, words, synthetic_dir, tmp_path):

@@ -309,7 +309,7 @@ def test_the_tools_work_on_gpus(synthetic_dir, tmp_path):
     few = ["--techniques", "ddp", "--epochs", 0.1, "--seeds", 0, "--goal", 30]
     tools = {
         "sweep.py": [*where, *few, "--device", "cuda", "--", "--model", "linear"],
-        "benchmark.py": [*where, "--quick", "--steps", 5, "--models", "linear"],
+        "benchmark.py": [*where, "--quick", "--seconds", 0.1, "--models", "linear"],
         "predict.py": [tmp_path / "run", "--test", "--device", "cuda", "--data-dir", synthetic_dir],
     }
     words = [sys.executable, ROOT / "train_single.py", *where, "--max-steps", 5]

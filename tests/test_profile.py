@@ -132,7 +132,7 @@ def check_result(run_dir, capsys):
     capsys.readouterr()
     assert trace(run_dir) == 0
     assert capsys.readouterr().out.startswith(f"{run_dir}: profile of 10 steps, ")
-    result = json.loads((run_dir / "profile.json").read_text())
+    result = tool.share_out(tool.read_trace(run_dir / "profile" / "rank0.json.gz"))
     assert list(result["shares"]) == KEYS
     assert sum(result["shares"].values()) == pytest.approx(1, abs=1e-3)
     assert min(result["shares"]["forward"], result["shares"]["backward"]) > 0

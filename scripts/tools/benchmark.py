@@ -75,12 +75,11 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--models", type=trial.list_of(str, [*models.MODELS]), default=["convnet"], help="convnet")
     add("--global-batch-sizes", type=sizes, default=[128, 512], help="strong scaling: 128,512")
     add("--batch-sizes", type=sizes, default=[256], help="weak scaling, per device: 256")
-    add("--counts", type=sizes, help="numbers of devices for DP and DDP: 2,4,...")
+    add("--counts", type=sizes, help="numbers of devices for DP and DDP, such as 2,4,8")
     add("--threads", type=config.SIZE, help="per device (default: 1, with GPUs an equal share)")
     add("--num-workers", type=config.COUNT, default=0, help="loader workers per device")
     add("--rounds", type=config.SIZE, default=3)
     add("--seconds", type=config.POSITIVE, default=3.0, help="seconds to time in a run")
-    add("--steps", type=config.SIZE, help="steps to time in a run, instead of --seconds")
     add("--output", type=Path, help="folder (default: a new one below runs/)")
     if "--quick" in argv[: argv.index("--") if "--" in argv else None]:
         parser.set_defaults(**QUICK)
@@ -94,14 +93,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 def choose_devices(args: argparse.Namespace) -> str | None:
     """Fill in the numbers of devices and threads. Return what this machine cannot do, or None."""
     sizes, available = args.global_batch_sizes, args.available
-    if args.counts is None:
-        powers = (2, 4, 8) if args.device == "cpu" else {2**i for i in range(10)} | {available}
-        counts = [n for n in powers if 2 <= n <= max(2, available)]
-        counts = [n for n in counts if all(size % n == 0 for size in sizes)] or counts
-        args.counts = counts if args.device == "cpu" or available > 1 else [1]
-    args.counts = sorted(set(args.counts))
-    if not args.counts or not args.models or not sizes + args.batch_sizes:
-        return "nothing to measure: name models, counts and batch sizes"
+    most = 2 ** (available.bit_length() - 1)  # a power of two, by which batches can be divided
+    if args.device == "cpu":
+        most = min(8, max(2, most))
+    args.counts = sorted(set(args.counts or [most]))
+    if not args.models or not sizes + args.batch_sizes:
+        return "nothing to measure: name models and batch sizes"
     if args.device != "cpu" and args.counts[-1] > available:
         return f"--counts {args.counts[-1]}: there are {available} {args.device} devices"
     each = 1 if args.device == "cpu" else max(1, usable_cores() // args.counts[-1])
@@ -149,7 +146,6 @@ def build_commands(setting: Setting, args: argparse.Namespace, steps: int) -> li
 def run_all(args: argparse.Namespace, found: dict[Setting, Row]) -> None:
     """Run each setting once a round, and add the results to ``found``. Safe to interrupt."""
     first = {setting.model: setting for setting in reversed(found)}  # one device
-    steps = WARMUP_STEPS + (args.steps or LEAST_STEPS)
     # One run of each model finds out how many images take --seconds, and fills the page cache.
     runs = [(-1, setting) for setting in first.values()]
     for number in range(args.rounds):  # in turns backwards, so that a drift favours none
@@ -161,8 +157,7 @@ def run_all(args: argparse.Namespace, found: dict[Setting, Row]) -> None:
         record, size = found[setting], setting.devices * setting.batch_size
         if record["failure"]:  # in a round before
             continue
-        if number >= 0 and not args.steps:
-            steps = WARMUP_STEPS + max(LEAST_STEPS, round(images.get(setting.model, 0) / size))
+        steps = WARMUP_STEPS + max(LEAST_STEPS, round(images.get(setting.model, 0) / size))
         try:
             summaries = trial.train(build_commands(setting, args, steps), args.time_limit)
         except trial.TrialError as error:

@@ -2,8 +2,7 @@
 
     python scripts/tools/trace.py runs/ddp-20260101-120000
 
-The tool prints the share of each phase in the profiled steps of rank 0, and writes the shares to
-profile.json in the run directory.
+The tool prints the share of each phase in the profiled steps of rank 0.
 """
 
 import argparse
@@ -22,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import trial
 
 from utils.errors import UsageError
-from utils.files import write_json
 
 # Phases by the beginnings of PyTorch's own names. The scripts themselves name "forward".
 PHASES = {
@@ -58,14 +56,12 @@ class Trace:
     Attributes:
         steps: the whole optimizer steps.
         clock: whose times these are: ``main thread``, or ``device`` if kernels ran.
-        phases: when the main thread was in which phase. Its gaps are in no phase.
-        busy: when something was computed for a phase.
+        busy: when something was computed for a phase. Gaps are in no phase.
         parts: when data moved between devices or ranks, by the part of the step.
     """
 
     steps: Spans
     clock: str
-    phases: dict[str, Spans]
     busy: dict[str, Spans]
     parts: dict[str, Spans]
 
@@ -192,8 +188,8 @@ def sort_events(events: list[Event], device_index: int = 0) -> Trace:
     on_device = [e for e in events if e.get("cat") in ON_DEVICE]
     kernels = [e for e in on_device if e["args"].get("device", 0) == device_index]
     if kernels:
-        return Trace(steps, "device", phases, *_sort_kernels(kernels, on_host, phases))
-    return Trace(steps, "main thread", phases, *_sort_operations(on_main, events, phases))
+        return Trace(steps, "device", *_sort_kernels(kernels, on_host, phases))
+    return Trace(steps, "main thread", *_sort_operations(on_main, events, phases))
 
 
 def _part(name: str) -> str | None:
@@ -319,10 +315,9 @@ def describe(result: dict[str, Any]) -> str:
 
 def run(args: argparse.Namespace) -> int:
     for run_dir in args.run_dirs:
-        result = share_out(read_trace(run_dir / "profile" / "rank0.json.gz"))
-        print(f"{run_dir}: {describe(result)}")
+        trace = read_trace(run_dir / "profile" / "rank0.json.gz")
+        print(f"{run_dir}: {describe(share_out(trace))}")
         print(f"  traces for ui.perfetto.dev: {run_dir / 'profile'}")
-        write_json(run_dir / "profile.json", result)
     return 0
 
 
