@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run what only a machine with GPUs can run: the GPU tests, the benchmark, and the time to 99 %.
+# Run what only a machine with GPUs can run: the GPU tests, the quick start and the benchmark.
 #
 #   ./scripts/gpu_check.sh [--data-dir DIR] [--dry-run]
 #
@@ -67,8 +67,7 @@ part "Tests" "$PYTHON" -m pytest -m gpu --all
 # From torch 2.15 on, "nccl" is another class, and this variable brings the former one back.
 part "Tests with the former NCCL backend" env TORCH_DIST_USE_NCCL2=0 "$PYTHON" -m pytest -m nccl --all
 part "Benchmark" "$PYTHON" scripts/tools/benchmark.py --quick "${data[@]}" --output "$run_dir"
-part "Time to 99 %" "$PYTHON" scripts/tools/sweep.py --goal 99 --epochs 0.3,0.4,0.5,0.75,1,2 \
-    "${data[@]}"
+part "Quick start" scripts/quickstart.sh "${data[@]}"
 if ((gpus > 1)); then
     # Does the newer backend send a bucket beside the backward? "hidden" says how much it does.
     for nccl2 in 1 0; do

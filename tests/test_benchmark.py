@@ -1,4 +1,4 @@
-"""The measuring tools: what they start, count and write, on runs that only pretend."""
+"""The measuring tools: what they start, count and write, on runs that only pretend to train."""
 
 import itertools
 import json
@@ -10,7 +10,6 @@ from pathlib import Path
 import benchmark
 import pytest
 import scaling
-import sweep
 import torch
 import trial
 
@@ -35,29 +34,25 @@ if (name, flags["--batch-size"]) == ("ddp", "500"):
         os.kill(os.getppid(), signal.SIGTERM)
     here.with_name("too late").touch()
     time.sleep(60)
-if flags.get("--lr") == "1e9":
-    sys.exit("train_single.py: error: the loss is nan at step 3 on rank 0")
 speed = {"single": 500.0, "dp": 500.0, "ddp": 750.0}[name]
 speed *= {"1": 1, "2": 1 + (name == "single")}[flags.get("--threads", "1")]
-accuracy = 0.99 if float(flags["--epochs"]) > 0.4 else 0.98
 folder = pathlib.Path(flags["--run-dir"])
 folder.mkdir(parents=True)
-summary = {"train_images_per_second": speed, "test_accuracy": accuracy}
-summary |= {"peak_memory_bytes": [2**20], "train_seconds": 0.5}
+summary = {"train_images_per_second": speed, "peak_memory_bytes": [2**20]}
 (folder / "summary.json").write_text(json.dumps(summary))
 """
 
 
 class Pretending:
-    """Tools whose runs only pretend, called in this process, and the time that they see."""
+    """The benchmark, whose runs only pretend, called in this process, and the time that it sees."""
 
     strftime = time.strftime
 
     def __init__(self, folder, data_dir, capsys):
         self.folder, self.capsys = folder, capsys
         self.where = ["--dataset", "synthetic", "--data-dir", data_dir, "--device", "cpu"]
-        for name in trial.SCRIPTS.values():
-            (folder / name).write_text(PRETENDER)
+        for name in ("single", "dp", "ddp"):
+            (folder / f"train_{name}.py").write_text(PRETENDER)
 
     def monotonic(self):
         """Return the time: a day later once a run hangs."""
@@ -67,10 +62,10 @@ class Pretending:
         (self.folder / "watched").touch()
         time.sleep(seconds)
 
-    def run(self, tool, *flags):
-        more = ["--output", self.folder] if tool is benchmark else []
-        args = tool.parse_args([str(word) for word in [*self.where, *more, *flags]])
-        return Finished(trial.start(tool.run, args), *self.capsys.readouterr())
+    def run(self, *flags):
+        words = [*self.where, "--output", self.folder, *flags]
+        args = benchmark.parse_args([str(word) for word in words])
+        return Finished(trial.start(benchmark.run, args), *self.capsys.readouterr())
 
     def started(self):
         """Return the flags of each run."""
@@ -97,7 +92,7 @@ TWO_SIZES = ["--global-batch-sizes", "64,1000", "--batch-sizes", "", *TWO]
 
 def test_a_core_is_a_device_and_the_rest_is_equal(pretend):
     flags = ["--global-batch-sizes", 64, "--batch-sizes", 256, "--num-workers", 1]
-    ended = succeed(pretend.run(benchmark, *flags, *TWO, "--", "--amp", "bf16"))
+    ended = succeed(pretend.run(*flags, *TWO, "--", "--amp", "bf16"))
     for given in pretend.started():
         processes = int(given.get("--nprocs", 1))
         devices = max(processes, int(given.get("--replicas", 1)))
@@ -122,7 +117,7 @@ def test_a_core_is_a_device_and_the_rest_is_equal(pretend):
 
 
 def test_a_failing_setting_does_not_lose_the_others(pretend):
-    ended = pretend.run(benchmark, *TWO_SIZES, "--models", "linear")
+    ended = pretend.run(*TWO_SIZES, "--models", "linear")
     assert ended.returncode == 1
     failures = [line for line in ended.stderr.splitlines() if line.startswith("benchmark.py:")]
     assert len(failures) == 3, "once each, not in each round"
@@ -134,19 +129,14 @@ def test_a_failing_setting_does_not_lose_the_others(pretend):
 
 
 def test_interrupted_it_writes_what_it_has(pretend):
-    ended = pretend.run(benchmark, *TWO_SIZES, "--models", "mlp")  # of which one sends SIGTERM
+    ended = pretend.run(*TWO_SIZES, "--models", "mlp")  # of which one sends SIGTERM
     assert ended.returncode == 130, ended.text
     assert [bool(row["images_per_second"]) for row in pretend.rows()][:5] == [True] * 5
 
 
-def test_on_gpus_devices_are_named(monkeypatch, capsys):
+def test_on_gpus_devices_are_named(monkeypatch):
     gpus = [torch.device("cuda", index) for index in range(6)]
-    monkeypatch.setattr(trial, "select_devices", lambda kind: gpus[:1])
-    assert sweep.parse_args(["--batch-sizes", "95"]).techniques == ["single"]
-    with pytest.raises(SystemExit):
-        sweep.parse_args(["--techniques", "single,ddp"])
-    assert "ddp needs two GPUs, and there is one" in capsys.readouterr().err
-    monkeypatch.setattr(trial, "select_devices", lambda kind: gpus)
+    monkeypatch.setattr(benchmark, "select_devices", lambda kind: gpus)
     monkeypatch.setattr(benchmark, "usable_cores", lambda: 16)
     assert benchmark.parse_args([]).counts == [4], "128 images are none to split among six"
     args = benchmark.parse_args(
@@ -163,7 +153,7 @@ def test_on_gpus_devices_are_named(monkeypatch, capsys):
         flags = [dict(itertools.pairwise(words)) for words in commands]
         assert [f["--devices"] for f in flags] == named
         assert {f["--threads"] for f in flags} == {"2"}
-        refused = {*trial.OWN, *benchmark.OWN.split(), "--no-tensorboard", "--no-progress"}
+        refused = {*benchmark.OWN, "--no-tensorboard", "--no-progress"}
         assert {word for word in commands[0] if word.startswith("--")} <= refused
 
 
@@ -175,10 +165,8 @@ def test_on_gpus_devices_are_named(monkeypatch, capsys):
         (benchmark, ["--device", "xpu"], "this machine (with this torch) offers"),
         (scaling, ["--bandwidth", "1"], "give all, or none"),
         (scaling, [], "start it with torchrun"),
-        (sweep, ["--batch-sizes", "95"], "--batch-sizes 95 is odd"),
         (benchmark, ["--", "--run-dir", "x"], "--run-dir after --"),
-        (benchmark, ["--", "--threads=2"], "--threads=2 after -- is set by the tool itself"),
-        (sweep, ["--", "--seed", "1"], "--seed after -- is set by the tool itself"),
+        (benchmark, ["--", "--threads=2"], "--threads=2 after -- is set by the benchmark itself"),
     ],
 )
 def test_wrong_arguments_are_one_line(tool, flags, words, capsys):
@@ -195,20 +183,6 @@ def test_overlapping_ranges_are_no_difference_seen():
     row = {"technique": "ddp", "devices": 2, "threads": 2, "ratio": ratio, "to_dp": ratio}
     [told] = benchmark.verdicts([row])
     assert told == "2 devices: no difference between DP and DDP seen in this run (0.90-1.10)"
-
-
-def test_a_sweep_stops_at_the_goal(pretend):
-    flags = ["--epochs", "1,0.25,0.5", "--goal", 99, "--techniques", "single,ddp"]
-    ended = succeed(pretend.run(sweep, *flags, "--", "--model", "mlp"))
-    rows = [line.split() for line in ended.stdout.splitlines()[2:6]]
-    expected = ["single 96 0.25 98.000", "single 96 0.5 99.000"]
-    expected += ["ddp 96 0.25 98.000", "ddp 96 0.5 99.000"]
-    assert [" ".join(row[:4]) for row in rows] == expected
-    assert [row[-1] == "reached" for row in rows] == [False, True, False, True]
-    assert [given["--seed"] for given in pretend.started()] == [*"012012" * 2]
-    assert {given["--batch-size"] for given in pretend.started()} == {"96", "48"}
-    flags = ["--epochs", 1, "--techniques", "single", "--seeds", 0, "--", "--model", "mlp"]
-    assert "10.000" in pretend.run(sweep, *flags, "--lr", "1e9").stdout, "it diverged"
 
 
 def test_scaling_by_hand():
@@ -250,15 +224,9 @@ def test_scaling_measures_and_predicts():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("tool", "flags", "words"),
-    [
-        ("sweep", "--techniques single --epochs 0.1 --seeds 0 --goal 30", "reached"),
-        ("benchmark", "--quick --seconds 0.1 --models linear --output results", "limit"),
-    ],
-)
-def test_for_real(tool, flags, words, synthetic_dir, tmp_path):
-    where = ["--device", "cpu", "--dataset", "synthetic", "--data-dir", synthetic_dir]
-    path = ROOT / "scripts" / "tools" / f"{tool}.py"
-    ended = run(sys.executable, path, *where, *flags.split(), cwd=tmp_path, timeout=290)
-    assert words in succeed(ended).stdout
+def test_for_real(synthetic_dir, tmp_path):
+    flags = ["--device", "cpu", "--dataset", "synthetic", "--data-dir", synthetic_dir]
+    flags += ["--quick", "--seconds", 0.1, "--models", "linear", "--output", "results"]
+    path = ROOT / "scripts" / "tools" / "benchmark.py"
+    ended = run(sys.executable, path, *flags, cwd=tmp_path, timeout=290)
+    assert "limit" in succeed(ended).stdout

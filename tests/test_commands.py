@@ -111,7 +111,7 @@ def shown(project):
 
 def run_shown(command, project, max_steps):
     line = command
-    if re.search(r"scripts/tools/(benchmark|sweep|scaling)\.py", line):
+    if re.search(r"scripts/tools/(benchmark|scaling)\.py", line):
         # These measure for real in test_benchmark.py.
         line = f"{line.partition(' -- ')[0]} --help"
     elif "scripts/tools/" in line:

@@ -42,7 +42,7 @@ LESSONS = sorted((ROOT / "scripts" / "lessons").glob("[a-z]*.py"))
 def fakes(tmp_path):
     """A folder with a copy of the script, and with programs that only say what they were asked."""
     (tmp_path / "scripts").mkdir()
-    for name in ("gpu_check.sh", "environment.sh"):
+    for name in ("gpu_check.sh", "quickstart.sh", "environment.sh"):
         shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
     (tmp_path / "bin").mkdir()
     python = """case "$*" in
@@ -306,9 +306,7 @@ def test_quickstart_compares_what_the_gpus_allow(gpus, rows, copy, synthetic_dir
 @pytest.mark.gpu(2)
 def test_the_tools_work_on_gpus(synthetic_dir, tmp_path):
     where = ["--dataset", "synthetic", "--data-dir", synthetic_dir]
-    few = ["--techniques", "ddp", "--epochs", 0.1, "--seeds", 0, "--goal", 30]
     tools = {
-        "sweep.py": [*where, *few, "--device", "cuda", "--", "--model", "linear"],
         "benchmark.py": [*where, "--quick", "--seconds", 0.1, "--models", "linear"],
         "predict.py": [tmp_path / "run", "--test", "--device", "cuda", "--data-dir", synthetic_dir],
     }

@@ -11,10 +11,15 @@ runs/, also after Ctrl-C.
 """
 
 import argparse
+import os
+import platform
 import shlex
+import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,18 +28,25 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import compare
+import torch
 import trial
 
+import data
 import models
 from utils import config
-from utils.device import usable_cores
+from utils.device import select_devices, usable_cores
 from utils.errors import UsageError
 from utils.files import write_json
 from utils.throughput import WARMUP_STEPS
 
 LEAST_STEPS = 20  # timed
 QUICK = {"rounds": 1, "seconds": 2.0, "global_batch_sizes": [256], "batch_sizes": []}
-OWN = "--model --batch-size --max-steps --epochs --lr-scaling --threads --num-workers"
+# Flags of the scripts that the benchmark sets itself.
+OWN = (
+    *("--dataset", "--data-dir", "--device", "--devices", "--replicas", "--nprocs", "--run-dir"),
+    *("--model", "--batch-size", "--max-steps", "--epochs", "--lr-scaling", "--threads"),
+    "--num-workers",
+)
 Row = dict[str, Any]
 HEADINGS = ("", "devices", "threads", "images/s", "min-max", "ratio", "MB")
 READING = """\
@@ -68,11 +80,23 @@ class Setting(NamedTuple):
         return f"{self.technique} {self.model} {self.devices} x {self.batch_size}, {threads}"
 
 
+def list_of(kind: Any, among: Sequence[Any] | None = None) -> Any:
+    """Return an argparse type: values of a kind (one of ``among``), separated by commas."""
+
+    def parse(text: str) -> list[Any]:
+        values = [kind(part) for part in text.split(",") if part]
+        if unknown := [value for value in values if among is not None and value not in among]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(among or ())}")
+        return values
+
+    return parse
+
+
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = trial.build_measuring_parser("benchmark.py", __doc__)
-    add, sizes = parser.add_argument, trial.list_of(config.SIZE)
+    parser = trial.build_parser("benchmark.py", __doc__)
+    add, sizes = parser.add_argument, list_of(config.SIZE)
     add("--quick", action="store_true", help="one round of one batch size")
-    add("--models", type=trial.list_of(str, [*models.MODELS]), default=["convnet"], help="convnet")
+    add("--models", type=list_of(str, [*models.MODELS]), default=["convnet"], help="convnet")
     add("--global-batch-sizes", type=sizes, default=[128, 512], help="strong scaling: 128,512")
     add("--batch-sizes", type=sizes, default=[256], help="weak scaling, per device: 256")
     add("--counts", type=sizes, help="numbers of devices for DP and DDP, such as 2,4,8")
@@ -80,34 +104,50 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--num-workers", type=config.COUNT, default=0, help="loader workers per device")
     add("--rounds", type=config.SIZE, default=3)
     add("--seconds", type=config.POSITIVE, default=3.0, help="seconds to time in a run")
+    add("--time-limit", type=config.POSITIVE, default=300.0, help="seconds for a run")
+    add("--device", choices=["auto", "cpu", "cuda", "xpu"], default="auto")
+    add("--dataset", choices=list(data.SOURCES), help="default: mnist if present")
+    add("--data-dir", default="data")
     add("--output", type=Path, help="folder (default: a new one below runs/)")
-    if "--quick" in argv[: argv.index("--") if "--" in argv else None]:
+    end = argv.index("--") if "--" in argv else len(argv)
+    if "--quick" in argv[:end]:
         parser.set_defaults(**QUICK)
-    parser.set_defaults(time_limit=300.0)
-    args = trial.parse_args(parser, argv, OWN)
-    if problem := choose_devices(args):
-        parser.error(problem)
+    args = parser.parse_args(argv[:end])
+    args.flags = argv[end + 1 :]
+    for word in args.flags:
+        if word.partition("=")[0] in OWN:
+            parser.error(f"{word} after -- is set by the benchmark itself")
+    try:
+        choose_devices(args)
+    except UsageError as error:
+        parser.error(str(error))
     return args
 
 
-def choose_devices(args: argparse.Namespace) -> str | None:
-    """Fill in the numbers of devices and threads. Return what this machine cannot do, or None."""
-    sizes, available = args.global_batch_sizes, args.available
+def choose_devices(args: argparse.Namespace) -> None:
+    """Fill in the device, the numbers of devices, and the threads of each.
+
+    Raises:
+        UsageError: this machine cannot do what was asked for.
+    """
+    devices = select_devices(args.device)
+    args.device = devices[0].type
+    available = usable_cores() if args.device == "cpu" else len(devices)
     most = 2 ** (available.bit_length() - 1)  # a power of two, by which batches can be divided
     if args.device == "cpu":
         most = min(8, max(2, most))
     args.counts = sorted(set(args.counts or [most]))
-    if not args.models or not sizes + args.batch_sizes:
-        return "nothing to measure: name models and batch sizes"
+    if not args.models or not args.global_batch_sizes + args.batch_sizes:
+        raise UsageError("nothing to measure: name models and batch sizes")
     if args.device != "cpu" and args.counts[-1] > available:
-        return f"--counts {args.counts[-1]}: there are {available} {args.device} devices"
+        raise UsageError(f"--counts {args.counts[-1]}: there are {available} {args.device} devices")
     each = 1 if args.device == "cpu" else max(1, usable_cores() // args.counts[-1])
     args.threads = args.threads or each
     for count in args.counts:
-        for size in sizes:
+        for size in args.global_batch_sizes:
             if size % count:
-                return f"--global-batch-sizes {size} cannot be shared out among {count} devices"
-    return None
+                problem = f"{size} cannot be shared out among {count} devices"
+                raise UsageError(f"--global-batch-sizes {problem}")
 
 
 def plan(args: argparse.Namespace) -> list[tuple[str, int, list[Setting]]]:
@@ -127,20 +167,50 @@ def plan(args: argparse.Namespace) -> list[tuple[str, int, list[Setting]]]:
     return tables
 
 
+def choose_dataset(args: argparse.Namespace) -> int:
+    """Load the data set, and return the number of its training images.
+
+    Speed does not depend on what the images show. So without ``--dataset`` nothing is downloaded:
+    if MNIST is not there, drawn digits are measured.
+    """
+    if args.dataset is None:
+        folder = Path(args.data_dir) / data.SOURCES["mnist"].folder
+        is_there = any(folder.glob("raw/*")) or any(folder.glob("*.pt"))
+        args.dataset = "mnist" if is_there else "synthetic"
+        if not is_there:
+            print(f"No MNIST in {args.data_dir}: measuring with drawn digits.", file=sys.stderr)
+    return len(data.load_dataset(args.dataset, args.data_dir)[0])
+
+
 def build_commands(setting: Setting, args: argparse.Namespace, steps: int) -> list[list[Any]]:
-    """Return the commands of a setting."""
-    per_epoch = args.train_size // (setting.devices * setting.batch_size)
+    """Return the commands of a setting, several for ``limit``."""
+    technique, devices = setting.technique, setting.devices
+    per_epoch = args.train_size // (devices * setting.batch_size)
     flags = {
+        "--dataset": args.dataset,
+        "--data-dir": args.data_dir,
+        "--device": args.device,
         "--model": setting.model,
         "--batch-size": setting.batch_size,
         "--max-steps": steps,
         "--epochs": -(-steps // per_epoch),
         "--lr-scaling": "none",  # so that large batches do not diverge
         "--threads": setting.threads // setting.processes,
-        "--num-workers": args.num_workers * setting.devices // setting.processes,
+        "--num-workers": args.num_workers * devices // setting.processes,
     }
-    commands = trial.build_commands(setting.technique, setting.devices, args, flags)
-    return [[*command, "--no-tensorboard", "--no-progress"] for command in commands]
+    if args.device != "cpu":
+        flags["--devices"] = ",".join(map(str, range(devices)))
+    elif technique == "dp":
+        flags["--replicas"] = devices
+    if technique == "ddp":
+        flags["--nprocs"] = devices
+    several = [flags]
+    if technique == "limit":
+        numbers = range(devices)
+        several = [flags | ({"--devices": n} if "--devices" in flags else {}) for n in numbers]
+    script = trial.ROOT / f"train_{'single' if technique == 'limit' else technique}.py"
+    start = [sys.executable, script, *args.flags, "--no-tensorboard", "--no-progress"]
+    return [[*start, *chain.from_iterable(flags.items())] for flags in several]
 
 
 def run_all(args: argparse.Namespace, found: dict[Setting, Row]) -> None:
@@ -198,7 +268,11 @@ def build_tables(args: argparse.Namespace, found: dict[Setting, Row]) -> dict[st
 
 def summarize(rounds: dict[int, float]) -> Row | None:
     """Return median, min, max and the values of the rounds, or None if there are none."""
-    return {**trial.spread([*rounds.values()]), "rounds": rounds} if rounds else None
+    values = list(rounds.values())
+    if not values:
+        return None
+    found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {**found, "rounds": rounds}
 
 
 def cells(row: Row) -> list[str]:
@@ -247,28 +321,46 @@ def text(results: dict[str, Any]) -> str:
     return "\n\n".join([*blocks, READING])
 
 
+def describe(args: argparse.Namespace) -> str:
+    """Return what the figures depend on, in one line."""
+    cpu = platform.machine()
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(line[13:] for line in lines if line.startswith("model name\t: "))
+    where = f"{usable_cores()} cores of {cpu}"
+    if args.device == "cuda":
+        where = ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count())))
+    flags = f"; flags: {' '.join(args.flags)}" if args.flags else ""
+    date = time.strftime("%Y-%m-%d %H:%M")
+    return f"{args.dataset}, {where}, torch {torch.__version__}, {date}{flags}"
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure, report, and return the exit status."""
-    args.train_size = trial.choose_dataset(args)
+    args.train_size = choose_dataset(args)
     devices = args.counts[-1]
     largest = max([*args.global_batch_sizes, *(devices * size for size in args.batch_sizes)])
     if args.train_size // largest <= WARMUP_STEPS:
         raise UsageError(f"a global batch of {largest} leaves an epoch of too few steps to time")
-    describe_others = trial.watch_others()
+    usage = compare.read_usage(os.getpid())
     settings = [setting for _, _, settings in plan(args) for setting in settings]
     found: dict[Setting, Row] = {
         setting: {"speeds": {}, "peak_memory_bytes": [], "failure": ""} for setting in settings
     }
     folder = args.output or Path("runs", time.strftime("benchmark-%Y%m%d-%H%M%S"))
     folder.mkdir(parents=True, exist_ok=True)  # not after minutes of measuring
-    interrupted = trial.is_interrupted(run_all, args, found)
+    interrupted = False
+    try:
+        run_all(args, found)
+    except KeyboardInterrupt:
+        interrupted = True
+        print("interrupted: these are the runs that were complete", file=sys.stderr)
     results = {
-        "about": trial.describe_table(args),
+        "about": describe(args),
         "complete": not interrupted,
         "command": shlex.join(["python", *sys.argv]),
         "rounds": args.rounds,
-        "machine": trial.describe_machine(),
-        "others": describe_others(),
+        "others": compare.describe_others(usage, compare.read_usage(os.getpid())),
         "tables": build_tables(args, found),
     }
     write_json(folder / "benchmark.json", results)
