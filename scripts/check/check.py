@@ -137,7 +137,6 @@ class Job:
         self.waiting: dict[int, tuple[str, tuple[int, ...], dict[str, Any], str]] = {}
         self.ends: dict[int, dict[str, Any]] = {}
         self.events: list[dict[str, Any]] = []
-        self.conflict: dict[str, Any] = {}
 
     def follow(self) -> bool:
         """Return whether all ranks ended by themselves."""
@@ -195,7 +194,11 @@ class Job:
                 self._answer(self.waiting, "stop")
 
     def _disagree(self, kind: str) -> None:
-        self.conflict = {"kind": kind, "calls": dict(self.waiting), "ended": list(self.ends)}
+        calls = sorted(self.waiting.items())
+        told = [f"rank {rank} calls {name} at {line} {own}" for rank, (name, _, own, line) in calls]
+        told += [f"rank {rank} has ended" for rank in sorted(self.ends)]
+        facts = {"rank": calls[0][0], "clock": 0, "line": calls[0][1][3], "what": "; ".join(told)}
+        self.events.append({"kind": kind, **facts})
         self._answer(self.waiting, "stop")
 
     def report(self, root: Path) -> dict[str, Any]:
@@ -205,7 +208,7 @@ class Job:
             place = own.search(_text(root / f".stack{rank}"))
             stands[rank] = ":".join(place.groups()) if place else "outside of its own files"
         outputs = [_text(root / f".out{rank}")[-3000:] for rank in range(len(self.connections))]
-        told = {"events": self.events, "ends": self.ends, "conflict": self.conflict}
+        told = {"events": self.events, "ends": self.ends}
         return {**told, "outputs": outputs, "stands": stands}
 
 
@@ -253,7 +256,7 @@ def main() -> int:
     counts, module = (args.ranks, args.nodes, args.limit), args.script if args.m else ""
     with Ranks() as ranks:
         found = ranks.check(script, args.arguments, *counts, module=module)
-    print(json.dumps(found.as_dict(), indent=2) if args.json else found)
+    print(json.dumps(found, default=vars, indent=2) if args.json else found)
     return found.status
 
 

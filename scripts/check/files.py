@@ -92,9 +92,9 @@ def open_file(real: Any, file: Any, mode: str = "r", *args: Any, **keywords: Any
     path, name = inside(file, any(letter in mode for letter in "wax+")), name_of(file)
     if record.called_by_script() and not name.startswith(OWN):
         if mode[0] in "wx":
-            record.tell("every rank writes", same=(name, state.node), path=name)
+            record.tell("every rank saves", level="WARN", same=(name, state.node), path=name)
         elif mode[0] == "r":
-            record.tell("load", path=name, sure=False)
+            record.tell("load", level="WARN", path=name)
     return real(path, mode, *args, **keywords)
 
 
@@ -119,7 +119,7 @@ def save(real: Any, obj: Any, f: Any, *args: Any, **keywords: Any) -> None:
 def load(real: Any, f: Any, map_location: Any = None, *args: Any, **keywords: Any) -> Any:
     if isinstance(f, str | os.PathLike):
         f = inside(f, write=False)
-        record.tell("load", path=name_of(f), sure=True)
+        record.tell("load", path=name_of(f))
     return real(f, map_location if callable(map_location) else "cpu", *args, **keywords)
 
 

@@ -113,7 +113,7 @@ def _failed(error: BaseException, wrappers: list[Any]) -> None:
     record.leave(
         "error",
         message=message,
-        events=[item.events for item in wrappers],
+        calls=[item.calls for item in wrappers],
         line=f"{os.path.relpath(own[-1][0], state.root)}:{own[-1][1]}" if own else "",
     )
 

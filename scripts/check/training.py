@@ -26,36 +26,29 @@ COLLECTIVE = re.compile("new_group|reduce|gather|broadcast|scatter|all_to_all|ba
 NORM_DROPOUT = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
 GradScaler = torch.amp.grad_scaler.GradScaler
 wrappers: list["Watched"] = []
-_optimizers: list[Any] = []
-_scaled: set[Any] = set()  # scalers that scaled a loss, until their update
+_optimizers: dict[int, Any] = {}
+_scaled: set[Any] = set()  # scalers of losses since the last step
+_stepping: list[Any] = []  # the parameters of each optimizer whose step has begun
 # Where the training is, and which random states the forward began with.
-_now = SimpleNamespace(depth=0, depth_of_steps=0, steps=0, forwards=0, drawn=None)
+_now = SimpleNamespace(depth=0, steps=0, drawn=None)
 _backwards = record.Nested()  # in which checkpointing computes a part of the forward again
-_values: list[tuple[Any, ...]] = []
 
 
 class Watched:
     """What is known of one wrapped model."""
 
     def __init__(self, ddp: Any) -> None:
-        named = list(ddp.module.named_parameters())
-        self.ddp = ddp
-        self.names = {id(p): name for name, p in named}
-        self.trained = {id(p) for _, p in named if p.requires_grad}
+        self.ddp, self.group = ddp, ddp.process_group
+        self.ranks = dist.get_process_group_ranks(self.group)
+        self.names = {id(p): name for name, p in ddp.module.named_parameters()}
+        self.trained = {id(p) for p in ddp.module.parameters() if p.requires_grad}
         self.modules = {id(module) for module in ddp.module.modules()}
         self.inside = record.Nested()  # its forward
-        self.events: list[tuple[str, str]] = []  # since the last step: a letter and a line
-        self.hook: Any = None
+        self.calls, self.lines = "", list[str]()  # since the last step: a letter and a line of each
 
     def note(self, letter: str) -> None:
-        if len(self.events) < 60:
-            self.events.append((letter, next(record.frames(), "")))
-
-    def letters(self) -> str:
-        return "".join(letter for letter, _ in self.events)
-
-    def call(self, name: str, **signature: Any) -> None:
-        record.call(name, dist.get_process_group_ranks(self.ddp.process_group), **signature)
+        self.calls += letter
+        self.lines.append(next(record.frames(), ""))
 
 
 @around(dist, c10d)
@@ -87,8 +80,9 @@ def _announce(name: str) -> None:
         if tensor is not None and not re.search("all_to_all|object", name):  # sizes may differ
             sizes = [item.numel() for item in given.get("tensor_list") or [tensor]]
             facts |= {"elements": sum(sizes), "dtype": str(tensor.dtype)}
-            owners = (p.grad for o in _optimizers for g in o.param_groups for p in g["params"])
-            if any(grad is not None and grad.data_ptr() == tensor.data_ptr() for grad in owners):
+            groups = [group for own in _optimizers.values() for group in own.param_groups]
+            grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+            if any(grad.data_ptr() == tensor.data_ptr() for grad in grads):
                 record.tell("averaged by hand")
         record.call(name, dist.get_process_group_ranks(group or dist.group.WORLD), **facts)
         if re.search("reduce|gather", name):
@@ -110,72 +104,67 @@ dist.is_nccl_available = lambda: True
 def _average(item: Watched, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket, as DDP does, once all ranks have come to it."""
     buffer = bucket.buffer()
-    item.call("gradients", bucket=bucket.index(), elements=buffer.numel())
+    record.call("gradients", item.ranks, bucket=bucket.index(), elements=buffer.numel())
     with record.quietly:
-        if item.hook is not None:
-            own, hook = item.hook
-            return hook(own, bucket)
-        buffer.div_(dist.get_world_size(item.ddp.process_group))
-        work = dist.all_reduce(buffer, group=item.ddp.process_group, async_op=True)
+        work = dist.all_reduce(buffer.div_(len(item.ranks)), group=item.group, async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
-
-
-_register = DDP.register_comm_hook
 
 
 @around(DDP, name="__init__")
 def wrap(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
     given = record.arguments(real, self, *args, **keywords)
+    model, group = given["module"], given.get("process_group") or dist.group.WORLD
+    ids = [vars(part)["_pretended"] for part in model.modules() if "_pretended" in vars(part)]
+    ids += given.pop("device_ids", None) or []
     given.pop("output_device", None)
-    placed = [part.__dict__.get("_pretended") for part in given["module"].modules()]
-    placed = [own for own in placed if own is not None] + (given.pop("device_ids", None) or [])
-    if dist.is_initialized():
-        ranks = dist.get_process_group_ranks(given.get("process_group") or dist.group.WORLD)
-        elements = sum(p.numel() for p in given["module"].parameters())
-        record.call("DistributedDataParallel", ranks, elements=elements)
+    elements = sum(p.numel() for p in model.parameters())
+    ranks = dist.get_process_group_ranks(group)
+    record.call("DistributedDataParallel", ranks, elements=elements)
     with record.quietly:
         real(**given)
-        item = self._watched = Watched(self)
-        _register(self, item, _average)
-    wrappers.append(item)
+        self._watched = Watched(self)
+        _register(self, self._watched, _average)
+    wrappers.append(self._watched)
     record.tell("wrapped", searches=self.find_unused_parameters)
-    if placed:
-        device = devices.visible()[devices.use(placed[0])]
+    if ids:
+        device = devices.visible()[devices.use(ids[0])]
         record.tell("two ranks on one device", same=(state.node, device), device=device)
 
 
 @around(DDP)
 def forward(real: Any, self: Any, *args: Any, **keywords: Any) -> Any:
-    item = self._watched
     if torch.is_grad_enabled():
-        item.note("F" if self.require_backward_grad_sync else "f")
+        self._watched.note("F" if self.require_backward_grad_sync else "f")
     else:
         record.tell("through")
-    with item.inside:
+    with self._watched.inside:
         return real(self, *args, **keywords)
 
 
 @around(DDP)
 def _sync_buffers(real: Any, self: Any) -> None:
-    self._watched.call("buffers")
+    record.call("buffers", self._watched.ranks)
     with record.quietly:
         real(self)
 
 
+_register = DDP.register_comm_hook
+
+
 @around(DDP)
-def register_comm_hook(real: Any, self: Any, own: Any, hook: Any) -> None:
-    self._watched.hook = (own, hook)
+def register_comm_hook(real: Any, *args: Any, **keywords: Any) -> None:
+    record.tell("left out", what="a communication hook (the gradients were averaged as without)")
 
 
 @around(DDP)
 @contextlib.contextmanager
 def no_sync(real: Any, self: Any) -> Iterator[None]:
-    item, line = self._watched, next(record.frames(), "")
+    item = self._watched
     item.note("(")
     with real(self):
         yield
-    if re.search(r"F\w*\(B+$", item.letters()):
-        record.tell("no_sync around the backward", line=line)
+    if found := re.search(r"F\w*(\()B+$", item.calls):
+        record.tell("no_sync around the backward", line=item.lines[found.start(1)])
     item.note(")")
 
 
@@ -187,14 +176,13 @@ def _module_begins(module: nn.Module, inputs: Any) -> None:
     if _now.depth == 0:
         modes = [part.training for part in module.modules() if isinstance(part, NORM_DROPOUT)]
         mode = any(modes) if modes else None
-        if shares.forward_begins(grads, mode) and grads:
-            _now.forwards += 1
-            _now.drawn = shares.marks() if _now.forwards <= 3 else None
+        is_of_batch = shares.forward_begins(grads, mode)
+        _now.drawn = shares.marks() if is_of_batch and grads else None
     _now.depth += 1
     if not grads or _backwards.depth:
         return
     for item in wrappers:
-        past = id(module) in item.modules and not item.inside.depth and item.letters()[-1:] != "P"
+        past = id(module) in item.modules and not item.inside.depth and item.calls[-1:] != "P"
         if past and any(p.requires_grad for p in module.parameters()):
             item.note("P")
 
@@ -230,40 +218,37 @@ def _sums(tensor: Any) -> tuple[float, float] | None:
     return values.sum().item(), (values * values.abs()).sum().item()
 
 
-def _kind(parameter: Tensor) -> str:
-    """Return how a parameter belongs to a wrapper."""
+def _belongs(parameter: Tensor) -> str:
+    """Return "averaged", or what is wrong if the parameter's gradients differ."""
     if any(id(parameter) in item.trained for item in wrappers):
         return "averaged"
-    if any(id(parameter) in item.names for item in wrappers):
-        return "unfrozen after wrapping"
-    own = (p for item in wrappers for p in item.ddp.module.parameters())
-    return "added after wrapping" if any(parameter is p for p in own) else "outside the wrapper"
+    if any(parameter is own for item in wrappers for own in item.ddp.parameters()):
+        return "added or unfrozen after wrapping"
+    return "outside the wrapper" if wrappers else "gradients differ"
 
 
 def _step_begins(optimizer: Any, args: Any, keywords: Any) -> None:
-    _now.depth_of_steps += 1
-    if _now.depth_of_steps > 1:  # an optimizer inside of an optimizer
-        return
-    _values.clear()
+    values = []
     for number, group in enumerate(optimizer.param_groups):
         for position, p in enumerate(group["params"]):
             name = f"parameter {position} of group {number}"
             name = next((w.names[id(p)] for w in wrappers if id(p) in w.names), name)
-            _values.append((name, p, _sums(p), _sums(p.grad)))
+            sums = {"before": _sums(p), "grad": _sums(p.grad)}
+            values.append((p, {"name": name, "belongs": _belongs(p), **sums}))
+    _stepping.append(values)
 
 
 def _step_ends(optimizer: Any, args: Any, keywords: Any) -> None:
-    _now.depth_of_steps -= 1
-    if _now.depth_of_steps:
+    values = [{**about, "after": _sums(p)} for p, about in _stepping.pop()]
+    if _stepping:  # an optimizer inside of an optimizer
         return
-    if not any(optimizer is own for own in _optimizers):
-        _optimizers.append(optimizer)
+    _optimizers[id(optimizer)] = optimizer
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    values = [(name, _kind(p), before, grad, _sums(p)) for name, p, before, grad in _values]
-    events = [item.events for item in wrappers]
-    record.tell("step", optimizer=id(optimizer), values=values, rates=rates, events=events)
+    logs = [(item.calls, item.lines) for item in wrappers]
+    record.tell("step", optimizer=id(optimizer), values=values, rates=rates, logs=logs)
     for item in wrappers:
-        item.events = []
+        item.calls, item.lines = "", []
+    _scaled.clear()
     _now.steps += 1
     if state.cut or _now.steps >= SHOWN:
         record.leave("cut", message=f"the training was ended after {_now.steps} steps")
@@ -280,12 +265,6 @@ def scale(real: Any, self: Any, outputs: Any) -> Any:
     return real(self, outputs)
 
 
-@around(GradScaler)
-def update(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
-    _scaled.discard(self)
-    real(self, *args, **keywords)
-
-
 @around(nn.utils, nn.utils.clip_grad)
 def clip_grad_norm_(real: Any, *args: Any, **keywords: Any) -> Any:
     for own in _scaled:
@@ -297,20 +276,18 @@ def clip_grad_norm_(real: Any, *args: Any, **keywords: Any) -> Any:
 
 @around(nn.Module)
 def load_state_dict(real: Any, self: Any, values: Any, *args: Any, **keywords: Any) -> Any:
-    if isinstance(values, shares.NoWeights):
+    if not values:  # instead of those that would be downloaded
         return modules._IncompatibleKeys([], [])
     for item in wrappers:
-        if id(self) in item.modules or self is item.ddp:
+        if self is item.ddp or id(self) in item.modules:
             item.note("L")
     return real(self, values, *args, **keywords)
 
 
 def _refuse(what: str, owner: Any, name: str) -> None:
-    def refused(*args: Any, **keywords: Any) -> None:
-        record.leave("not judged", message=f"it uses {what}, which is not judged")
-
-    around(owner, name=name)(refused)
+    message = f"it uses {what}, which is not judged"
+    setattr(owner, name, lambda *args, **keywords: record.leave("not judged", message=message))
 
 
 _refuse("nn.DataParallel", nn.DataParallel, "__init__")
-_refuse("Join, whose ranks may differ by intention", DDP, "join")
+_refuse("Join, whose ranks may differ by intention", DDP, "join_hook")
