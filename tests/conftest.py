@@ -113,6 +113,12 @@ def short_dir(synthetic_dir, tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def training(short_dir, tmp_path):
+    """Trainings in a folder of this test's own, in which 20 steps are an epoch."""
+    return processes.Training(short_dir, tmp_path / "run")
+
+
 @pytest.fixture(scope="session")
 def mnist_dir():
     """The folder with the real MNIST, where MNIST_ROOT names one."""

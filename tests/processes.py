@@ -207,14 +207,6 @@ def metrics(run_dir):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def final_state(run_dir):
-    """Return the weights' checksum and the metrics, but for times: what an equal run repeats."""
-    rows = metrics(run_dir)
-    for row in rows:
-        del row["seconds"], row["images_per_second"]
-    return summary(run_dir)["weights_sha256"], rows
-
-
 def wait_until(condition, seconds=120):
     deadline = time.monotonic() + seconds
     while not condition():
@@ -249,3 +241,47 @@ def stray_processes(wait=30.0):
     while (found := marked()) and time.monotonic() < deadline:
         time.sleep(0.1)
     return [(pid, line) for pid, (line, _) in found.items()]
+
+
+class Training:
+    """Trainings with drawn digits in one folder.
+
+    Where ``ALTER`` is among a process's variables, tests/altered.py runs the script.
+    """
+
+    def __init__(self, data_dir, folder):
+        self.data_dir, self.folder = data_dir, folder
+
+    def command(self, technique, *extra, processes=2):
+        return command(technique, processes, *flags(self.data_dir, self.folder, *extra))
+
+    def start(self, technique, *extra, processes=2, real=False, **variables):
+        words = self.command(technique, *extra, processes=processes)
+        words = through_altered(words) if "ALTER" in variables else words
+        return start(*words, real=real, **variables)
+
+    def run(self, technique, *extra, timeout=90, **more):
+        return finish(self.start(technique, *extra, **more), timeout)
+
+    def is_saved(self):
+        return (self.folder / "checkpoints" / "last.pt").exists()
+
+    @property
+    def status(self):
+        return status(self.folder)
+
+    @property
+    def summary(self):
+        return summary(self.folder)
+
+    @property
+    def metrics(self):
+        return metrics(self.folder)
+
+    @property
+    def final_state(self):
+        """The weights' checksum and the metrics, but for times: what an equal run repeats."""
+        rows = self.metrics
+        for row in rows:
+            del row["seconds"], row["images_per_second"]
+        return self.summary["weights_sha256"], rows

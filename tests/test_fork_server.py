@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.processes import command, final_state, flags, run, succeed
+from tests.processes import Training, run, succeed
 
 # Ends as a program may: with a thread that is still at work, exit handlers, and objects alive.
 PROGRAM = """
@@ -57,7 +57,7 @@ def test_a_fork_ends_as_the_interpreter_does(end):
 def test_a_forked_training_equals_a_started_one(technique, short_dir, tmp_path):
     """To the bit, with dropout, augmentation, loader workers and several gradient buckets."""
     extra = ["--model", "basic", "--max-steps", 4, "--num-workers", 1, "--batch-size", 16]
-    for name in ("forked", "started"):
-        words = command(technique, 2, *flags(short_dir, tmp_path / name, *extra))
-        succeed(run(*words, real=name == "started"))
-    assert final_state(tmp_path / "forked") == final_state(tmp_path / "started")
+    forked, started = (Training(short_dir, tmp_path / name) for name in ("forked", "started"))
+    succeed(forked.run(technique, *extra))
+    succeed(started.run(technique, *extra, real=True))
+    assert forked.final_state == started.final_state
