@@ -4,7 +4,6 @@ import itertools
 import os
 import re
 import shutil
-from functools import partial
 
 import pytest
 import torch
@@ -14,19 +13,7 @@ from torch import nn
 import data
 import models
 from tests.documents import ENGLISH, rows, sections, spans
-from tests.processes import (
-    ROOT,
-    command,
-    error_line,
-    flags,
-    metrics,
-    run,
-    script,
-    status,
-    succeed,
-    summary,
-    through_altered,
-)
+from tests.processes import ROOT, Training, error_line, succeed
 
 TECHNIQUES = ("single", "dp", "ddp")
 SLOW = pytest.mark.slow
@@ -55,12 +42,12 @@ def distance(one, other):
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)
-def test_a_script_trains_and_reports(technique, synthetic_dir, tmp_path):
+def test_a_script_trains_and_reports(technique, training):
     """summary.json, status.json, metrics.jsonl and TensorBoard's curves, as running.md has them."""
-    folder, devices = tmp_path / "run", 1 if technique == "single" else 2
-    extra = ["--model", "mlp", "--epochs", 0.04, "--batch-size", 32, "--log-every", 3]
-    ended = succeed(run(*command(technique, 2, *flags(synthetic_dir, folder, *extra))))
-    facts, row, steps = summary(folder), metrics(folder)[-1], 75 // devices
+    devices = 1 if technique == "single" else 2
+    extra = ["--model", "mlp", "--epochs", 1.25, "--batch-size", 32, "--log-every", 3]
+    ended = succeed(training.run(technique, *extra))
+    facts, row, steps = training.summary, training.metrics[-1], 75 // devices
     processes = 2 if technique == "ddp" else 1
     text = (ROOT / "docs" / "running.md").read_text()
     assert facts.keys() >= set(CONTRACT.split())
@@ -70,14 +57,14 @@ def test_a_script_trains_and_reports(technique, synthetic_dir, tmp_path):
     assert (facts["global_batch_size"], facts["global_step"]) == (32 * devices, steps)
     assert facts["backend"] == ("gloo" if technique == "ddp" else None)
     assert len(facts["peak_memory_bytes"]) == processes
-    assert facts["test_count"] == 10_000
-    assert facts["test_accuracy"] == row["test_accuracy"] == facts["test_correct"] / 10_000 > 0.5
+    assert facts["test_count"] == 500
+    assert facts["test_accuracy"] == row["test_accuracy"] == facts["test_correct"] / 500 > 0.5
     assert row["images"] == steps * 32 * devices
-    assert status(folder)["state"] == "complete"
-    names = {path.name for path in folder.iterdir()}
+    assert training.status["state"] == "complete"
+    names = {path.name for path in training.folder.iterdir()}
     assert {"args.json", "metrics.jsonl", "checkpoints", "summary.json"} <= names
 
-    board = events(folder)
+    board = events(training.folder)
     parts = [part for path in ENGLISH for part in sections(path)]
     told = {tag for part in parts for row in rows(part.text) for tag in spans(row[0])}
     assert set(board.Tags()["scalars"]) == {
@@ -96,49 +83,35 @@ def test_a_script_trains_and_reports(technique, synthetic_dir, tmp_path):
 
 
 @pytest.mark.parametrize("technique", ["dp", "spawn"])
-def test_images_per_second_are_those_of_all_devices_after_the_first_steps(
-    technique, short_dir, tmp_path
-):
+def test_images_per_second_are_those_of_all_devices_after_the_first_steps(technique, training):
     """By a clock on which each step takes a second, and the first one a hundred."""
-    extra = ["--model", "linear", "--max-steps", 9]
-    words = through_altered(command(technique, 2, *flags(short_dir, tmp_path / "run", *extra)))
-    succeed(run(*words, ALTER="clock"))
-    facts = summary(tmp_path / "run")
+    succeed(training.run(technique, "--model", "linear", "--max-steps", 9, ALTER="clock"))
+    facts = training.summary
     assert facts["train_images_per_second"] == facts["global_batch_size"] == 192
-
-
-@pytest.fixture(scope="module")
-def trained(synthetic_dir, tmp_path_factory):
-    """A run that was killed after the last step of its only epoch, before the evaluation."""
-    folder = tmp_path_factory.mktemp("trained") / "run"
-    extra = ["--model", "linear", "--batch-size", 6000, "--save-every-steps", 10]
-    words = command("single", 1, *flags(synthetic_dir, folder, *extra))
-    run(*through_altered(words), ALTER="SIGKILL", ALTER_AT="evaluate")
-    assert status(folder)["state"] == "running"
-    assert not (folder / "metrics.jsonl").exists()
-    return folder
 
 
 @pytest.mark.parametrize(
     ("technique", "processes"),
     [("single", 1), ("ddp", 3), pytest.param("ddp", 7, marks=SLOW)],
 )
-def test_an_owed_evaluation_counts_every_image_once(
-    technique, processes, trained, synthetic_dir, tmp_path
-):
-    """10,000 divides by neither 3 nor 7; the same weights have to get the same score."""
-    shutil.copytree(trained, tmp_path / "run")
-    words = flags(synthetic_dir, tmp_path / "run", "--model", "linear", "--batch-size", 6000)
-    if technique == "ddp":
-        words[-1] //= processes
-    succeed(run(*command(technique, processes, *words, "--resume")))
-    facts, model = summary(tmp_path / "run"), models.build_model("linear")
-    model.load_state_dict(state(tmp_path / "run")["model"])
-    images, labels = data.load_tensors("synthetic", str(synthetic_dir))[1].tensors
+def test_an_owed_evaluation_counts_every_image_once(technique, processes, training, short_dir):
+    """500 divides by neither 3 nor 7; the same weights have to get the same score.
+
+    The run was killed after the last step of its only epoch, before the evaluation.
+    """
+    extra = ["--model", "linear", "--save-every-steps", 10, "--batch-size"]
+    training.run("single", *extra, 192, ALTER="SIGKILL", ALTER_AT="evaluate")
+    assert training.status["state"] == "running"
+    assert not (training.folder / "metrics.jsonl").exists()
+    extra += [192 // processes, "--resume"]
+    succeed(training.run(technique, *extra, processes=processes))
+    facts, model = training.summary, models.build_model("linear")
+    model.load_state_dict(state(training.folder)["model"])
+    images, labels = data.load_tensors("synthetic", str(short_dir))[1].tensors
     correct = int((model(images).argmax(1) == labels).sum())
-    assert (facts["test_correct"], facts["test_count"]) == (correct, 10_000)
+    assert (facts["test_correct"], facts["test_count"]) == (correct, 500)
     assert facts["global_step"] == 10, "nothing was trained on the way"
-    assert len(metrics(tmp_path / "run")) == 1
+    assert len(training.metrics) == 1
 
 
 @SLOW
@@ -147,18 +120,17 @@ def test_any_script_resumes_any_other(synthetic_dir, tmp_path):
     """Each of the nine pairs once, in the middle of an epoch, at the same global batch."""
     chain = ["single", "single", "dp", "dp", "ddp", "ddp", "single", "ddp", "dp", "single"]
     assert len(set(itertools.pairwise(chain))) == 9
+    training = Training(synthetic_dir, tmp_path / "run")
     for i, technique in enumerate(chain):
         extra = ["--model", "mlp", "--max-steps", 10 * (i + 1), *(["--resume"] if i else [])]
         extra += ["--batch-size", 96 if technique == "single" else 48, "--log-every", 1]
-        words = flags(synthetic_dir, tmp_path / "run", *extra)
-        succeed(run(*command(technique, 2, *words)))
-        facts, rows_so_far = summary(tmp_path / "run"), metrics(tmp_path / "run")
+        succeed(training.run(technique, *extra))
+        facts, rows_so_far = training.summary, training.metrics
         assert (facts["technique"], facts["global_step"]) == (technique, 10 * (i + 1))
         assert facts["resumed_from"] == (10 * i or None)
         assert [row["epoch"] for row in rows_so_far] == [1], "the unfinished epoch's is replaced"
-    steps = [
-        event.step // 96 for event in events(tmp_path / "run").Scalars("running_mean_rank_0/loss")
-    ]
+    curve = events(training.folder).Scalars("running_mean_rank_0/loss")
+    steps = [event.step // 96 for event in curve]
     assert steps == list(range(1, 101)), "TensorBoard shows one curve"
 
 
@@ -166,6 +138,7 @@ def test_any_script_resumes_any_other(synthetic_dir, tmp_path):
 # momentum at a small rate, no dropout, no augmentation: what is left is the order in which floats
 # are summed, which momentum and a larger rate enlarge to whole digits within some fifty steps.
 PLAIN = ["--lr", 0.01, "--lr-scaling", "none", "--warmup-epochs", 0, "--momentum", 0]
+PLAIN += ["--no-augment", "--no-tensorboard"]
 GLOBAL_BATCH = 96
 
 
@@ -173,10 +146,9 @@ def train(layout, model, folder, data_dir, *extra, dtype="float64"):
     """Train on a layout (technique, devices, accumulation); return weights and ranks' hashes."""
     technique, devices, accumulation = layout
     share = GLOBAL_BATCH // devices // accumulation
-    words = ["--grad-accum-steps", accumulation, "--model", model, "--batch-size", share]
-    words = command(technique, devices, *flags(data_dir, folder, *PLAIN, *words, *extra))
-    words = [*through_altered(words), "--no-augment", "--no-tensorboard"]
-    ended = succeed(run(*words, timeout=200, ALTER=dtype))
+    words = ["--grad-accum-steps", accumulation, "--model", model, "--batch-size", share, *extra]
+    more = {"processes": devices, "timeout": 200, "ALTER": dtype}
+    ended = succeed(Training(data_dir, folder).run(technique, *PLAIN, *words, **more))
     hashes, seeds, dtypes = zip(
         *re.findall(r"rank \d+ holds ([0-9a-f]{64}) (\d+) torch\.(\w+)", ended.stdout), strict=True
     )
@@ -223,7 +195,7 @@ def test_batch_normalisation_sees_the_batch_of_its_device(short_dir, tmp_path):
     model.load_state_dict(ddp)
     images, labels = data.load_tensors("synthetic", str(short_dir))[1].tensors
     loss = nn.functional.cross_entropy(model(images.double()), labels)
-    told = summary(tmp_path / "ddp")["test_loss"]
+    told = Training(short_dir, tmp_path / "ddp").summary["test_loss"]
     assert told == pytest.approx(loss.item(), rel=1e-5), "that of the model that was saved"
 
 
@@ -236,50 +208,43 @@ def test_clipping_bounds_the_true_gradient(synthetic_dir, tmp_path):
         folder, layout = tmp_path / name, ("single" if devices == 1 else "dp", devices, 1)
         after, _ = train(layout, "linear", folder, synthetic_dir, *extra, dtype="float32")
         moved = torch.cat([(after[k] - before[k]).flatten() for k in before]).norm()
-        rate = summary(folder)["lr"]
+        rate = Training(synthetic_dir, folder).summary["lr"]
         assert all(tensor.dtype == torch.float32 for tensor in after.values())
         assert norm == 0 or float(moved) == pytest.approx(rate * norm, rel=1e-2), name
         assert norm or float(moved) > rate * 0.1, "a norm of 0 does not clip"
 
 
-def test_weights_start_another_run(synthetic_dir, tmp_path):
+def test_weights_start_another_run(short_dir, tmp_path):
     """Of a checkpoint, and those of another network as far as they fit, which is said."""
-    words = partial(flags, synthetic_dir)
-    first = words(tmp_path / "a", "--model", "mlp", "--max-steps", 3)
-    succeed(run(*command("spawn", 2, *first)))
-    weights = ["--init-weights", tmp_path / "a" / "checkpoints" / "last.pt", "--max-steps", 1]
-    again = words(tmp_path / "b", "--model", "mlp", *weights, "--lr", 1e-12)
-    told = succeed(run(*command("dp", 2, *again))).stdout
+    first, again, other = (Training(short_dir, tmp_path / name) for name in "abc")
+    succeed(first.run("spawn", "--model", "mlp", "--max-steps", 3))
+    weights = ["--init-weights", first.folder / "checkpoints" / "last.pt", "--max-steps", 1]
+    told = succeed(again.run("dp", "--model", "mlp", *weights, "--lr", 1e-12)).stdout
     assert "weights loaded 6 tensors" in told
-    assert distance(state(tmp_path / "a")["model"], state(tmp_path / "b")["model"]) < 1e-6
-    other = words(tmp_path / "c", "--model", "linear", *weights)
-    assert "nothing in" in error_line(run(*command("single", 1, *other)), 1)
+    assert distance(state(first.folder)["model"], state(again.folder)["model"]) < 1e-6
+    assert "nothing in" in error_line(other.run("single", "--model", "linear", *weights), 1)
 
 
-# What is refused, and what is not needed
-
-
-def test_a_run_is_not_overwritten(synthetic_dir, tmp_path):
+def test_a_run_is_not_overwritten(training):
     extra = ["--model", "linear", "--max-steps", 3]
-    common = flags(synthetic_dir, tmp_path / "run", *extra)
-    words = script("train_single.py", *common)
-    succeed(run(*words))
-    before = (tmp_path / "run" / "summary.json").read_bytes()
-    assert "holds a run (complete): continue it with --resume" in error_line(run(*words))
-    told = succeed(run(*command("spawn", 2, *common, "--resume"))).stdout
+    succeed(training.run("single", *extra))
+    before = training.summary
+    refused = error_line(training.run("single", *extra))
+    assert "holds a run (complete): continue it with --resume" in refused
+    told = succeed(training.run("spawn", *extra, "--resume")).stdout
     assert told.count("is complete: nothing to resume") == 1
-    other_seed = error_line(run(*words, "--resume", "--seed", 1), 1)
+    other_seed = error_line(training.run("single", *extra, "--resume", "--seed", 1), 1)
     assert "was trained with seed 0, this command says 1" in other_seed
-    assert (tmp_path / "run" / "summary.json").read_bytes() == before
+    assert training.summary == before
 
 
 @SLOW
-def test_a_model_is_compiled_once_for_training(synthetic_dir, tmp_path):
+def test_a_model_is_compiled_once_for_training(training):
     """DDP's warm-up comes with the first batch's size and strides, or it would compile twice."""
     if shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler: torch.compile writes C++ for a CPU")
-    words = flags(synthetic_dir, tmp_path / "run", "--max-steps", 3, "--compile")
-    told = succeed(run(*command("ddp", 2, *words), timeout=280, TORCH_LOGS="recompiles"))
+    more = {"timeout": 280, "TORCH_LOGS": "recompiles"}
+    told = succeed(training.run("ddp", "--max-steps", 3, "--compile", **more))
     assert told.stderr.count("GLOBAL_STATE changed: grad_mode"), "for the evaluation"
     assert "mismatch" not in told.stderr
 
@@ -289,9 +254,10 @@ def test_a_model_is_compiled_once_for_training(synthetic_dir, tmp_path):
 @pytest.mark.parametrize("technique", ["single", "ddp"])
 def test_the_defaults_reach_99_percent_of_real_mnist(technique, synthetic_dir, tmp_path):
     """Of the drawn digits, which are easier, where MNIST_ROOT names no real ones."""
-    batch = ["--batch-size", 96 if technique == "single" else 48]
     real = os.environ.get("MNIST_ROOT")
-    own = ["--dataset", "mnist" if real else "synthetic", "--data-dir", real or synthetic_dir]
-    own += ["--run-dir", tmp_path / "run"]
-    succeed(run(*command(technique, 2, *own, *batch), timeout=600))
-    assert summary(tmp_path / "run")["test_accuracy"] >= (0.99 if real else 0.995)
+    training = Training(real or synthetic_dir, tmp_path / "run")
+    extra = ["--batch-size", 96 if technique == "single" else 48]
+    extra += ["--dataset", "mnist"] if real else []
+    succeed(training.run(technique, *extra, timeout=600))
+    assert training.summary["test_accuracy"] >= (0.99 if real else 0.995)
+    assert training.summary["test_count"] == 10_000
