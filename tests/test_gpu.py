@@ -12,27 +12,18 @@ import pytest
 import torch
 
 from tests import test_minimal
-from tests.processes import (
-    ALTERED,
-    PRETENDED,
-    ROOT,
-    command,
-    error_line,
-    flags,
-    run,
-    script,
-    status,
-    succeed,
-    summary,
-    through_altered,
-    torchrun,
-)
+from tests.processes import PRETENDED, ROOT, Training, error_line, run, succeed, summary, torchrun
 from tests.test_quickstart import copy  # noqa: F401  a fixture
 from tests.test_training import distance, state, train
 
 SHORT = ["--model", "mlp", "--max-steps", 30, "--batch-size", 48, "--warmup-epochs", 0]
 DDP = pytest.param("ddp", marks=pytest.mark.nccl)
 LESSONS = sorted((ROOT / "scripts" / "lessons").glob("[a-z]*.py"))
+
+
+@pytest.fixture
+def training(synthetic_dir, tmp_path):
+    return Training(synthetic_dir, tmp_path / "run")
 
 
 # The script, on any machine
@@ -85,12 +76,11 @@ def test_the_report_has_all_parts_although_one_failed(fakes):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("technique", ["single", "dp", DDP])
+@pytest.mark.parametrize("technique", ["single", "gpus", DDP])
 @pytest.mark.parametrize("extra", [[], ["--amp", "bf16"], ["--amp", "fp16", "--max-grad-norm", 5]])
-def test_a_script_trains_on_a_gpu(extra, technique, synthetic_dir, tmp_path):
-    words = flags(synthetic_dir, tmp_path / "run", *SHORT, "--devices", 0, *extra)
-    succeed(run(*script(f"train_{technique}.py", *words)))
-    facts, saved = summary(tmp_path / "run"), state(tmp_path / "run")
+def test_a_script_trains_on_a_gpu(extra, technique, training):
+    succeed(training.run(technique, *SHORT, "--devices", 0, *extra, processes=1))
+    facts, saved = training.summary, state(training.folder)
     assert (facts["device"], facts["num_devices"]) == ("cuda", 1)
     assert facts["backend"] == ("nccl" if technique == "ddp" else None)
     assert facts["test_count"] == 10_000
@@ -102,10 +92,10 @@ def test_a_script_trains_on_a_gpu(extra, technique, synthetic_dir, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(PRETENDED or not shutil.which("cc"), reason="needs a GPU and a C compiler")
 @pytest.mark.parametrize("technique", ["single", DDP])
-def test_a_compiled_model_trains_on_a_gpu(technique, synthetic_dir, tmp_path):
-    words = flags(synthetic_dir, tmp_path / "run", *SHORT, "--devices", 0, "--compile")
-    succeed(run(*script(f"train_{technique}.py", *words), timeout=280))
-    assert summary(tmp_path / "run")["test_accuracy"] > 0.5
+def test_a_compiled_model_trains_on_a_gpu(technique, training):
+    extra = [*SHORT, "--devices", 0, "--compile"]
+    succeed(training.run(technique, *extra, processes=1, timeout=280))
+    assert training.summary["test_accuracy"] > 0.5
 
 
 @pytest.mark.gpu
@@ -113,9 +103,9 @@ def test_data_on_the_device_trains_the_same_and_takes_its_memory(synthetic_dir, 
     """``peak_memory_bytes`` is the GPU's: it grows by what the data takes there."""
     found = []
     for name, extra in (("off", ["--no-data-on-device"]), ("on", [])):
-        words = flags(synthetic_dir, tmp_path / name, *SHORT, "--devices", 0, *extra)
-        succeed(run(*script("train_single.py", *words)))
-        found.append(summary(tmp_path / name))
+        training = Training(synthetic_dir, tmp_path / name)
+        succeed(training.run("single", *SHORT, "--devices", 0, *extra))
+        found.append(training.summary)
     images, memory = 60_000 * 28 * 28, [facts["peak_memory_bytes"][0] for facts in found]
     assert 0 < memory[0] < images * 40, "2 GB: is that the process's?"
     assert memory[1] - memory[0] > images // 2
@@ -148,28 +138,24 @@ def test_a_lesson_that_names_cuda_shows_the_same_on_a_gpu(name):
 
 
 @pytest.mark.gpu
-def test_a_loss_that_is_not_a_number_is_never_saved(synthetic_dir, tmp_path):
+def test_a_loss_that_is_not_a_number_is_never_saved(training):
     """A GPU's loss is looked at every 50 steps; a checkpoint is looked at before it is written."""
     extra = ["--model", "linear", "--max-steps", 30, "--save-every-steps", 3, "--device", "cuda"]
-    words = command("single", 1, *flags(synthetic_dir, tmp_path / "run", *extra))
-    assert (
-        "not finite at step 6, which is not saved"
-        in run(*through_altered(words), ALTER="nan", ALTER_AT="4").stderr
-    )
-    assert state(tmp_path / "run")["progress"]["global_step"] == 3
-    assert all(tensor.isfinite().all() for tensor in state(tmp_path / "run")["model"].values())
+    ended = training.run("single", *extra, ALTER="nan", ALTER_AT="4")
+    assert "not finite at step 6, which is not saved" in ended.stderr
+    saved = state(training.folder)
+    assert saved["progress"]["global_step"] == 3
+    assert all(tensor.isfinite().all() for tensor in saved["model"].values())
 
 
 @pytest.mark.gpu
 @pytest.mark.nccl
-def test_two_ranks_share_a_gpu_over_gloo_alone(synthetic_dir, tmp_path):
-    extra = [*SHORT, "--devices", 0, "--nprocs", 2]
-    refused = run(*script("train_ddp.py", *flags(synthetic_dir, tmp_path / "nccl", *extra)))
+def test_two_ranks_share_a_gpu_over_gloo_alone(training):
+    refused = training.run("spawn", *SHORT, "--devices", 0)
     assert refused.returncode in (1, 2), refused.text
     assert "same GPU" in refused.stderr
-    words = flags(synthetic_dir, tmp_path / "gloo", *extra, "--backend", "gloo")
-    succeed(run(*script("train_ddp.py", *words)))
-    assert summary(tmp_path / "gloo")["world_size"] == 2
+    succeed(training.run("spawn", *SHORT, "--devices", 0, "--backend", "gloo"))
+    assert training.summary["world_size"] == 2
 
 
 # Two GPUs
@@ -203,15 +189,14 @@ def test_sync_bn_normalises_over_the_batch_of_both(synthetic_dir, tmp_path):
 
 
 @pytest.mark.gpu(2)
-def test_any_script_resumes_any_other_from_cpu_to_gpus_and_back(synthetic_dir, tmp_path):
+def test_any_script_resumes_any_other_from_cpu_to_gpus_and_back(training):
     chain = ["cpu", "single", "gpus", "spawn", "gpus", "single", "spawn", "single", "cpu"]
     where = {"cpu": ["--device", "cpu"], "single": ["--devices", 0]}
     for i, technique in enumerate(chain):
         extra = ["--model", "mlp", "--max-steps", 10 * (i + 1), *(["--resume"] if i else [])]
         extra += ["--amp", "fp16", *where.get(technique, ["--devices", "0,1"])]
-        words = flags(synthetic_dir, tmp_path / "run", *extra)
-        succeed(run(*command(technique.replace("cpu", "single"), 2, *words)))
-        facts = summary(tmp_path / "run")
+        succeed(training.run(technique.replace("cpu", "single"), *extra))
+        facts = training.summary
         assert facts["device"] == ("cpu" if technique == "cpu" else "cuda")
         assert (facts["global_step"], facts["resumed_from"]) == (10 * (i + 1), 10 * i or None)
         assert facts["test_count"] == 10_000
@@ -238,27 +223,24 @@ def test_replicas_compute_in_the_dtype_that_was_asked_for(synthetic_dir, tmp_pat
         ("SIGKILL", "evaluate", ["--max-steps", 60]),
     ],
 )
-def test_a_lost_rank_is_named_over_nccl(fault, step, extra, synthetic_dir, tmp_path):
+def test_a_lost_rank_is_named_over_nccl(fault, step, extra, training):
     extra = ["--model", "mlp", "--max-steps", 4000, "--save-every-steps", 2, *extra]
-    extra += ["--timeout", 20, "--devices", "0,1", "--nprocs", 2, "--threads", 1]
-    words = flags(synthetic_dir, tmp_path / "run", *extra)
-    altered = [sys.executable, ALTERED, "train_ddp.py", *words]
-    ended = run(*altered, timeout=150, ALTER=fault, ALTER_RANK="1", ALTER_AT=str(step))
+    extra += ["--timeout", 20, "--devices", "0,1"]
+    how = {"ALTER": fault, "ALTER_RANK": "1", "ALTER_AT": str(step)}
+    ended = training.run("spawn", *extra, timeout=150, **how)
     assert ended.returncode == 1, ended.text
     assert "rank 0 lost rank 1 (" in ended.stderr
-    assert (tmp_path / "run" / "checkpoints" / "last.pt").exists()
-    found = status(tmp_path / "run")
-    assert (found["state"], found["ranks"]) == ("failed", [1])
+    assert training.is_saved()
+    assert (training.status["state"], training.status["ranks"]) == ("failed", [1])
 
 
 @pytest.mark.gpu(2)
 @pytest.mark.skipif(not PRETENDED, reason="needs pretended GPUs, which count")
 @pytest.mark.parametrize(("technique", "ranks"), [("single", "0"), ("gpus", "01"), ("ddp", "01")])
-def test_a_step_never_waits_for_a_gpu(technique, ranks, synthetic_dir, tmp_path):
+def test_a_step_never_waits_for_a_gpu(technique, ranks, training):
     """Between two looks at the loss. A rank opens its own GPU alone, DataParallel opens both."""
     extra = [*SHORT, "--max-steps", 45, "--devices", ",".join(ranks)]
-    words = command(technique, 2, *flags(synthetic_dir, tmp_path / "run", *extra))
-    ended = succeed(run(*through_altered(words), ALTER="watched", ALTER_AT="20:45"))
+    ended = succeed(training.run(technique, *extra, ALTER="watched", ALTER_AT="20:45"))
     told = re.findall(r"rank (\d) waited (\d+) times, on GPUs (\[.*\])", ended.stdout)
     alone = [(rank, "0", f"[{rank}]") for rank in (ranks if technique == "ddp" else "0")]
     assert sorted(told) == ([("0", "0", "[0, 1]")] if technique == "gpus" else alone), ended.text
