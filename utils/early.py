@@ -23,7 +23,7 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 # A compromise, measured on two cores. Beside other training processes it is 1.6 to 2.5 times as
-# fast as libgomp's default. Alone it is 2 to 5 % slower. The table is in docs/tools.md.
+# fast as libgomp's default. Alone it is 2 to 5 % slower.
 SPINS = "10000"
 if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
     os.environ["GOMP_SPINCOUNT"] = SPINS
