@@ -1,24 +1,29 @@
 """Draw the pictures of these pages that show measurements, and measure first.
 
+python docs/pictures.py how_ddp_works.svg
 python docs/pictures.py step_timeline.svg        # wants a quiet machine, as the next ones do
 python docs/pictures.py sending_gradients.svg    # wants root and iproute2: a link of 1 Gb/s
+python docs/pictures.py memory_of_a_step.svg     # wants two GPUs
 python docs/pictures.py faster.svg               # wants root and iproute2: links of 0.03 to 1 Gb/s
 """
 
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
 DOCS = Path(__file__).resolve().parent
-sys.path[:0] = [str(DOCS.parent), str(DOCS.parent / "scripts/tools")]
+for folder in (DOCS.parent, DOCS.parent / "scripts/lessons", DOCS.parent / "scripts/tools"):
+    sys.path.insert(0, str(folder))
 
 import torch
 import torch.distributed as dist
@@ -106,6 +111,53 @@ def run_over_link(rate: str, *command: str) -> str:
             processes.append(pipe)
         told = [process.communicate(timeout=400)[0] for process in processes]
         return told[0]
+
+
+# How DDP works
+
+
+def draw_how_ddp_works(name: str) -> None:
+    import bucket_overlap
+    from _lesson import context, values
+
+    context.set_forkserver_preload(["torch._dynamo"])
+    events, sizes = values(bucket_overlap.work, 2, {"bucket_cap_mb": 2.0})[0][1]
+    buckets: list[list[str]] = [[]]  # the layers of each
+    for event in events:
+        if event.startswith("layer"):
+            buckets[-1].append(event)
+        else:
+            buckets.append([])
+    picture = Picture(
+        *(250, "How DDP sends gradients during the backward"),
+        "A model of three layers. A hook on each parameter counts the bucket's ready gradients. "
+        "A full bucket goes to the process group, which averages it beside the backward.",
+    )
+    rows = ("backward", "hook of the weight", "DDP's reducer", "process group", "thread or stream")
+    tops = [24 + 42 * i for i in range(len(rows))]
+    for words, y in zip(rows, tops, strict=True):
+        picture.text(138, y + 14, words, "title", "end")
+    width, x, end = 150, 150.0, 0.0
+    for number, (layers, size) in enumerate(zip(buckets, sizes, strict=False)):
+        for ready, layer in enumerate(layers, start=1):
+            words = f"bucket {number}: {ready} of {len(layers)} ready"
+            picture.box(x, tops[0], width - 6, ORANGE, f"gradient of {layer}")
+            picture.box(x + width - 40, tops[1], 60, GREY, "called")
+            picture.box(x + width - 40, tops[2], width - 6, GREY, words)
+            arrows = tops[:-1] if ready == len(layers) else tops[:2]
+            for y in arrows:
+                picture.line((x + width - 10, y + 20), (x + width - 10, y + 42))
+            x += width
+        picture.box(x - 40, tops[3], width - 6, RED, f"all_reduce, {size / 1e6:.2f} MB")
+        begin, length = max(end, x - 40), 0.95 * width * len(layers) / max(map(len, buckets))
+        picture.box(begin, tops[4], length, RED, f"bucket {number}")
+        end = begin + length + 6
+    picture.box(x, tops[0], end - x, "", "waits")
+    picture.box(end + 8, tops[0], 110, GREEN, "optimizer.step()")
+    picture.line((end, tops[4]), (end, 44), dash="3 3")
+    words = "Time goes from left to right. While bucket 0 is sent, the backward goes on."
+    picture.text(150, 236, words)
+    picture.save(name)
 
 
 # One step of each script
@@ -232,6 +284,90 @@ def draw_sending_gradients(name: str) -> None:
             picture.box(60 + scale * begin, y + 28, scale * (stop - begin), RED, height=14)
     for tick in range(0, int(1e3 * 820 / scale) + 1, 200):
         picture.text(60 + scale * tick / 1e3, 240, f"{tick} ms", "note", "middle")
+    picture.save(name)
+
+
+# Memory over a step
+
+
+def bytes_over_a_step(technique: str) -> list[list[list[float]]]:
+    """Return for each device, for each phase of a step, its MB after each change."""
+    raw_model = models.build_model("resnet18").to("cuda:0")
+    model: nn.Module = nn.DataParallel(raw_model, [0, 1])
+    if technique == "ddp":
+        model = DistributedDataParallel(raw_model, device_ids=[0], gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(raw_model.parameters(), lr=0.1, momentum=0.9)
+    batch = 64 if technique == "ddp" else 128
+    record: Any = torch.cuda.memory._record_memory_history
+    ends: list[list[int]] = []
+
+    def history() -> list[list[dict[str, Any]]]:
+        return torch.cuda.memory._snapshot()["device_traces"][:2]
+
+    def end_phase() -> None:
+        ends.append([len(events) for events in history()])
+
+    for step in range(4):
+        images, labels = torch.randn(batch, 1, 28, 28), torch.randint(10, (batch,))
+        if step == 3:
+            ends.clear()
+            at_first = [torch.cuda.memory_allocated(device) for device in range(2)]
+            record(max_entries=10**6, context=None)
+        images, labels = images.to("cuda:0"), labels.to("cuda:0")
+        outputs = model(images)
+        loss = F.cross_entropy(outputs, labels)
+        del outputs
+        end_phase()
+        loss.backward()
+        end_phase()
+        optimizer.step()
+        optimizer.zero_grad()
+        del images, labels, loss
+        end_phase()
+    curves = []
+    for device, events in enumerate(history()):
+        signs = [{"alloc": 1, "free_completed": -1}.get(e["action"], 0) for e in events]
+        sizes = [sign * event["size"] for sign, event in zip(signs, events, strict=True)]
+        after = [mb / 1e6 for mb in accumulate(sizes, initial=at_first[device])]
+        cuts = [0, *(phase[device] for phase in ends)]
+        curves.append([after[begin : end + 1] for begin, end in pairwise(cuts)])
+    record(enabled=None)
+    return curves
+
+
+def draw_memory_of_a_step(name: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    first, second = bytes_over_a_step("dp")
+    curves = {"DP, first device": first, "DP, second device": second}
+    curves["DDP, each device"] = bytes_over_a_step("ddp")[0]
+    dist.destroy_process_group()
+    picture = Picture(
+        *(330, "Memory over one step: the two devices of DP, and a device of DDP"),
+        "ResNet-18, 64 images on each device, SGD with momentum. What torch's allocator counts.",
+    )
+    colours = dict(zip(curves, (ORANGE, GREY, BLUE), strict=True))
+    picture.legend(colours, 210)
+    phases = {"forward and loss": (60, 320), "backward": (320, 700), "optimizer": (700, 840)}
+    top = max(max(map(max, phases)) for phases in curves.values())
+    for tick in range(0, int(top) + 40, 40):
+        y = 300 - 250 * tick / top
+        picture.line((60, y), (840, y), dash="1 3")
+        picture.text(52, y + 4, f"{tick} MB", "note", "end")
+    for words, (begin, end) in phases.items():
+        picture.text((begin + end) / 2, 322, words, "title", "middle")
+        picture.line((end, 40), (end, 300))
+    for words, parts in curves.items():
+        points: list[tuple[float, float]] = []
+        for (begin, end), part in zip(phases.values(), parts, strict=True):
+            for i, mb in enumerate(part):
+                x, y = begin + (end - begin) * i / max(1, len(part) - 1), 300 - 250 * mb / top
+                is_bend = not points or abs(y - points[-1][1]) > 1 or x - points[-1][0] > 20
+                points += [(x, y)] * (is_bend or i == len(part) - 1)
+        picture.line(*points, stroke=colours[words])
+        peak = max(map(max, parts))
+        print(f"{words}: {parts[0][0]:.0f} MB between steps, {peak:.0f} MB at most")
     picture.save(name)
 
 
