@@ -1,4 +1,4 @@
-"""Run the check again over the public scripts of docs/check.md, for whoever has the clones.
+"""Run the check again over the public scripts of docs/check.md.
 
     python scripts/check/repeat.py CLONES
 
@@ -10,23 +10,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-TABLE = Path(__file__).resolve().parents[2] / "docs" / "check.md"
-SCRIPT = Path(__file__).resolve().with_name("check.py")
-CHECK = f"check() {{ '{sys.executable}' '{SCRIPT}' \"$@\"; }}"
+HERE = Path(__file__).resolve().parent
+TABLE = (HERE.parents[1] / "docs/check.md").read_text()
+CHECK = f"check() {{ '{sys.executable}' '{HERE}/check.py' \"$@\"; }}"
+ROW = re.compile(r"^\| \[(.*?)\].*?`(.*?)` \| (.*?) \|", re.M)
 
-
-def main() -> None:
-    clones = Path(sys.argv[1])
-    rows = re.findall(r"^\| \[(.*?)\].*?`(.*?)` \| (.*?) \|", TABLE.read_text(), re.M)
-    for repository, command, published in rows:
-        folder = clones / repository.replace("/", "+")
-        print(f"{repository}: published {published}", flush=True)
-        if not folder.is_dir():
-            print(f"there is no {folder}\n")
-            continue
+for repository, command, published in ROW.findall(TABLE):
+    print(f"\n{repository}: published {published}", flush=True)
+    folder = Path(sys.argv[1], repository.replace("/", "+"))
+    if folder.is_dir():
         subprocess.run(["bash", "-c", f"{CHECK}\n{command}"], cwd=folder)
-        print(flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    else:
+        print(f"there is no {folder}")
