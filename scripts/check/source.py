@@ -14,20 +14,17 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import record
-from record import state
+from record import around, state
 
 COUNT = "(num|n|nr|no|max|total|nb|train|training|end|final)_?(of_|train_|training_)?"
-NUMBERS = [  # what a number is called, and the most that it may be
-    (re.compile(name, re.I), most)
-    for name, most in (
-        (r"warm_?up(_?(epochs?|steps?|iters?|iterations?))?$", 1),
-        (f"({COUNT})?epochs?$", 2),
-        (f"({COUNT})(steps?|iters?|iterations?)$|iterations$", 12),
-        (".*accum", 2),
-        ("(.*_)?(batch_?size|bsz?)$", 8),
-        (r"(save|ckpt|checkpoint|eval|val|test)\w*(every|freq|interval|epochs?)$", 1),
-    )
-]
+NUMBERS = {  # what a number is called, and the most that it may be
+    r"warm_?up(_?(epochs?|steps?|iters?|iterations?))?": 1,
+    f"({COUNT})?epochs?": 2,
+    f"({COUNT})(steps?|iters?|iterations?)|iterations": 12,
+    r".*accum.*": 2,
+    r"(.*_)?(batch_?size|bsz?)": 8,
+    r"(save|ckpt|checkpoint|eval|val|test)\w*(every|freq|interval|epochs?)": 1,
+}
 # NAME = 3, NAME=3, NAME: int = 3, "NAME": 3, and the end of a loop over epochs.
 WRITTEN = re.compile(r"""\b(\w+)((?:["']\s*:|\s*(?::\s*int\s*)?=)\s*)(\d+)\b(?![\w.]|\s*\*)""")
 LOOP = re.compile(r"(\bfor ep\w* in .*?\brange\()(\d+)(?=\))")
@@ -40,15 +37,15 @@ SHOWS += ["gpustat", "pynvml", "coloredlogs", "colorlog", "termcolor", "colorama
 
 def bounded(name: str, value: Any) -> Any:
     """Return a number of the training, by its name, as small as the check wants it."""
-    for pattern, most in NUMBERS if type(value) is int else ():
-        if pattern.match(name.replace("-", "_")):
-            # One epoch more: a second one shows whether its order differs from the first's.
-            one_epoch = most == 2 and value == 1 and name.lower().endswith("epochs")
-            return 2 if one_epoch else min(value, most)
+    for pattern, most in NUMBERS.items() if type(value) is int else ():
+        if re.fullmatch(pattern, name.replace("-", "_"), re.I):
+            # One epoch becomes two: the second shows whether its order differs from the first's.
+            is_one = (most, value) == (2, 1) and name.lower().endswith("epochs")
+            return 2 if is_one else min(value, most)
     return value
 
 
-def compiled(data: bytes, path: str) -> types.CodeType:
+def compiled(data: Any, path: str) -> types.CodeType:
     """Compile a file of the script, with its numbers bounded."""
     text = importlib.util.decode_source(data)
     if found := re.search(rf"^(?:import|from) ({FOREIGN})\b", text, re.M):
@@ -58,13 +55,10 @@ def compiled(data: bytes, path: str) -> types.CodeType:
     return compile(text, path, "exec", dont_inherit=True)
 
 
-class Loader(machinery.SourceFileLoader):
-    """Loads the modules of the script's folder."""
-
-    def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> Any:  # type: ignore[override]
-        if str(path).startswith(state.root):
-            return compiled(data, str(path))
-        return super().source_to_code(data, path)
+@around(machinery.SourceFileLoader)
+def source_to_code(real: Any, self: Any, data: Any, path: Any, **keywords: Any) -> Any:
+    is_own = str(path).startswith(state.root)
+    return compiled(data, str(path)) if is_own else real(self, data, path, **keywords)
 
 
 class Finder:
@@ -73,8 +67,8 @@ class Finder:
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
         top = name.split(".")[0]
-        shows = top in SHOWS and machinery.PathFinder.find_spec(top) is None
-        if shows or top in TRACKERS or name == "torch.utils.tensorboard":
+        missing = top in SHOWS and machinery.PathFinder.find_spec(top) is None
+        if missing or top in TRACKERS or name == "torch.utils.tensorboard":
             return machinery.ModuleSpec(name, Finder, is_package=True)  # type: ignore[arg-type]
         return None
 
@@ -94,23 +88,19 @@ class Finder:
         return None
 
 
-@record.around(argparse.ArgumentParser)
+@around(argparse.ArgumentParser)
 def parse_known_args(real: Any, self: Any, args: Any = None, namespace: Any = None) -> Any:
     args = list(sys.argv[1:] if args is None else args)
-    for spelled in ("--local_rank", "--local-rank"):
-        option = self._option_string_actions.get(spelled) if state.mode == "torchrun" else None
-        given = {str(item).partition("=")[0] for item in args}
+    given = {str(item).partition("=")[0] for item in args}
+    for spelled in ("--local_rank", "--local-rank") if state.mode == "torchrun" else ():
+        option = self._option_string_actions.get(spelled)
         if option and not given.intersection(option.option_strings):
             args.append(f"{spelled}={state.rank % state.each}")
     found, rest = real(self, args, namespace)
-    for name, value in list(vars(found).items()):
-        setattr(found, name, bounded(name, value))
+    vars(found).update({name: bounded(name, value) for name, value in vars(found).items()})
     return found, rest
 
 
 sys.dont_write_bytecode = True
 sys.modules.pop("torch.utils.tensorboard", None)
 sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]
-_extensions = (machinery.ExtensionFileLoader, machinery.EXTENSION_SUFFIXES)
-sys.path_hooks.insert(0, machinery.FileFinder.path_hook(_extensions, (Loader, [".py"])))
-sys.path_importer_cache.clear()
