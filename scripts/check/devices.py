@@ -16,26 +16,21 @@ from record import around, state
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-MEMORY = 80 * 2**30
 _current = 0
 
 
 def visible() -> list[str]:
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is None:
-        return [str(index) for index in range(state.each)]
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(state.each))))
     return [item.strip() for item in listed.split(",") if item.strip()]
 
 
 def index_of(device: Any) -> int | None:
     """Return the GPU's index that a device names, or None for anything but a GPU."""
-    if isinstance(device, int) and not isinstance(device, bool):
-        return device
     if isinstance(device, str):
         device = torch.device(device)
     if isinstance(device, torch.device) and device.type == "cuda":
         return _current if device.index is None else device.index
-    return None
+    return device if type(device) is int else None
 
 
 def use(device: Any = None) -> int:
@@ -55,12 +50,6 @@ def set_device(device: Any) -> None:
     _current = use(device)
 
 
-def stream(*args: Any, **keywords: Any) -> MagicMock:
-    """Return what stands for a stream, an event, or a block of either."""
-    answers = {"elapsed_time": 1.0, "query": True, "is_capturing": False}
-    return MagicMock(**{f"{name}.return_value": value for name, value in answers.items()})
-
-
 @contextlib.contextmanager
 def on_device(device: Any) -> Iterator[None]:
     """Stand for ``torch.cuda.device``, which chooses a device for a block."""
@@ -75,16 +64,17 @@ class Devices(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        is_first = func in (Tensor.to, Tensor.cuda) and len(args) > 1
+        device = args[1] if is_first else kwargs.get("device")
         if func in (Tensor.cuda, Tensor.pin_memory, Tensor.record_stream):
-            use((*args[1:], kwargs.get("device"))[0] if func is Tensor.cuda else None)
+            use(device)
             return args[0]
-        if func is Tensor.to and len(args) > 1 and not isinstance(args[1], torch.dtype | Tensor):
-            if index_of(args[1]) is not None:
-                use(args[1])
+        if index_of(device) is not None:
+            use(device)
+            if is_first:
                 args = (args[0], "cpu", *args[2:])
-        elif index_of(kwargs.get("device")) is not None:
-            use(kwargs["device"])
-            kwargs["device"] = "cpu"
+            else:
+                kwargs["device"] = "cpu"
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         return func(*args, **kwargs)
@@ -92,28 +82,24 @@ class Devices(TorchFunctionMode):
 
 @around(nn.Module)
 def to(real: Any, self: nn.Module, *args: Any, **keywords: Any) -> nn.Module:
-    given = keywords.get("device", args[0] if args else None)
-    if not isinstance(given, Tensor | torch.dtype) and index_of(given) is not None:
-        self.__dict__["_pretended"] = use(given)
+    device = keywords.get("device", args[0] if args else None)
+    if index_of(device) is not None:
+        self.__dict__["_pretended"] = use(device)
         keywords["device"], args = "cpu", () if "device" in keywords else args[1:]
     return real(self, *args, **keywords)
 
 
 @around(nn.Module)
 def cuda(real: Any, self: nn.Module, device: Any = None) -> nn.Module:
-    self.__dict__["_pretended"] = use(device)
-    return self
+    return self.to("cuda" if device is None else device)
 
 
-@around(torch)
+@around(torch, nn.Module)
 def compile(real: Any, model: Any = None, *args: Any, **options: Any) -> Any:
     record.tell("left out", what="torch.compile")
     if isinstance(model, nn.Module):
         model.__dict__["_orig_mod"] = model
     return model if model is not None else lambda function: function
-
-
-nn.Module.compile = compile  # type: ignore[method-assign]
 
 
 @around(nn.SyncBatchNorm)
@@ -134,24 +120,25 @@ def scaler(real: Any, self: Any, device: str = "cuda", *args: Any, **keywords: A
     real(self, "cpu", *args, **keywords)
 
 
-ABOUT = MagicMock(total_memory=MEMORY, major=8, minor=0, multi_processor_count=108)
+STREAM = MagicMock(elapsed_time=lambda other: 1.0, is_capturing=lambda: False)  # or an event
+ABOUT = MagicMock(total_memory=80 * 2**30, major=8, minor=0, multi_processor_count=108)
 ABOUT.name = "pretended"
-ANSWERS: dict[str, Any] = {"memory_summary": "", "get_device_name": "pretended"}
-ANSWERS |= {"get_device_properties": ABOUT, "get_device_capability": (8, 0)}
-ANSWERS |= {"current_accelerator": torch.device("cuda"), "mem_get_info": (MEMORY, MEMORY)}
+ANSWERS: dict[str, Any] = {"get_device_properties": ABOUT, "get_device_name": ABOUT.name}
+ANSWERS |= {"current_accelerator": torch.device("cuda"), "get_device_capability": (8, 0)}
+ANSWERS |= {"mem_get_info": (ABOUT.total_memory, ABOUT.total_memory)}
+ANSWERS |= dict.fromkeys(("Event", "Stream", "stream", "current_stream", "default_stream"), STREAM)
 ANSWERS |= dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True)
-CALLS: dict[str, Any] = {"device_count": lambda: len(visible()), "device": on_device}
-CALLS |= dict.fromkeys(("Event", "Stream", "stream", "current_stream", "default_stream"), stream)
+CALLS: dict[str, Any] = {name: MagicMock(return_value=answer) for name, answer in ANSWERS.items()}
+CALLS |= {"device": on_device, "device_count": lambda: len(visible()), "nvtx": MagicMock()}
 CALLS |= dict.fromkeys(("current_device", "current_device_index"), lambda: _current)
 CALLS |= dict.fromkeys(("set_device", "set_device_index", "set_device_idx"), set_device)
-CALLS |= {"get_rng_state": lambda *args: torch.get_rng_state(), "nvtx": MagicMock()}
+CALLS |= {"get_rng_state": lambda *args: torch.get_rng_state()}
 CALLS |= {name: getattr(torch, name) for name in dir(torch) if name.endswith("Tensor")}
 for owner in (torch.cuda, torch.accelerator):
-    for key, value in list(vars(owner).items()):
-        if key in CALLS:
-            setattr(owner, key, CALLS[key])
-        elif inspect.isfunction(value) and (key[0] != "_" or key == "_lazy_init"):
-            setattr(owner, key, MagicMock(return_value=ANSWERS.get(key, 0)))
+    for name, value in list(vars(owner).items()):
+        is_public = inspect.isfunction(value) and name[0] != "_"
+        if name in CALLS or is_public or name == "_lazy_init":
+            setattr(owner, name, CALLS.get(name, MagicMock(return_value=0)))
 torch.Generator = lambda *args, **keywords: torch._C.Generator()  # type: ignore[assignment,misc]
 torch.set_default_device = torch.set_default_tensor_type = MagicMock()
 Devices().__enter__()
