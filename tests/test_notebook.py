@@ -28,7 +28,7 @@ def test_no_outputs_are_stored_and_an_address_is_asked_for(tmp_path, monkeypatch
     assert [(cell["outputs"], cell["execution_count"]) for cell in CODE] == [([], None)] * len(CODE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("REPOSITORY", raising=False)
-    with pytest.raises(SystemExit, match="Set REPOSITORY in the cell above"):
+    with pytest.raises(SystemExit, match="Set REPOSITORY above"):
         run_cells(CODE)
 
 
