@@ -90,7 +90,6 @@ def run_over_link(rate: str, *command: str) -> str:
     def shell(line: str) -> None:
         subprocess.run(line.split(), check=True)
 
-    limit = f"tbf rate {rate} burst 70kb latency 50ms"
     with ExitStack() as stack:
         for name in names:
             shell(f"ip netns add {name}")
@@ -100,14 +99,14 @@ def run_over_link(rate: str, *command: str) -> str:
             shell(f"ip -n {name} address add {ADDRESSES[rank]}/24 dev link{rank}")
             shell(f"ip -n {name} link set lo up")
             shell(f"ip -n {name} link set link{rank} up")
+            limit = f"tbf rate {rate} burst 70kb latency 50ms"
             shell(f"tc -n {name} qdisc add dev link{rank} root {limit}")
         processes = []
         for rank, name in enumerate(names):
-            meet = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT), "WORLD_SIZE": "2"}
-            own = {"RANK": str(rank), "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": f"link{rank}"}
-            words = ["ip", "netns", "exec", name, sys.executable, *command]
-            environment = {**os.environ, **meet, **own, "OMP_NUM_THREADS": "1"}
-            pipe = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment)
+            meet = f"MASTER_ADDR={ADDRESSES[0]} MASTER_PORT={PORT} WORLD_SIZE=2 RANK={rank}"
+            own = f"LOCAL_RANK=0 GLOO_SOCKET_IFNAME=link{rank} OMP_NUM_THREADS=1"
+            words = f"ip netns exec {name} env {meet} {own} {sys.executable}".split()
+            pipe = subprocess.Popen([*words, *command], stdout=subprocess.PIPE, text=True)
             processes.append(pipe)
         told = [process.communicate(timeout=400)[0] for process in processes]
         return told[0]
@@ -201,8 +200,11 @@ def draw_step_timeline(name: str) -> None:
 # Three ways to send gradients
 
 
-# MiB at which DDP closes a bucket: never before the backward's end, after each gradient, by default
-WAYS = {"after": 1000.0, "each": 1e-6, "buckets": None}
+WAYS = {  # and the MiB at which DDP closes a bucket
+    "all gradients after the backward": 1000.0,
+    "each gradient from its hook": 1e-6,
+    "buckets from their hooks: DDP": None,
+}
 
 
 def send_three_ways() -> None:
@@ -258,11 +260,6 @@ def draw_sending_gradients(name: str) -> None:
     from trace import intersect, length, union
 
     found = json.loads(run_over_link("1gbit", __file__, "rank").splitlines()[-1])
-    titles = {
-        "after": "all gradients after the backward",
-        "each": "each gradient from its hook",
-        "buckets": "buckets from their hooks: DDP",
-    }
     picture = Picture(
         *(246, "One step of two ranks, with three ways to send the gradients"),
         "ResNet-18, 64 images on each of two ranks, a CPU core each, a link of 1 Gb/s.",
@@ -272,7 +269,7 @@ def draw_sending_gradients(name: str) -> None:
     for i, (way, (end, computed, done, sends)) in enumerate(found.items()):
         y, busy = 36 + 68 * i, union([(begin, stop) for begin, stop, _ in sends])
         calls, size = len(sends), sum(send[2] for send in sends) / 1e6
-        words = f"{titles[way]}: {calls} call{'s' * (calls > 1)}, {size:.1f} MB"
+        words = f"{way}: {calls} call{'s' * (calls > 1)}, {size:.1f} MB"
         hidden = length(intersect(busy, [(0.0, done)])) / length(busy)
         told = f"step {1e3 * end:.0f} ms; sending {1e3 * length(busy):.0f} ms, {hidden:.0%} hidden"
         picture.text(60, y, words, "title")
@@ -386,9 +383,8 @@ def draw_faster(name: str) -> None:
         alone, expected = step.other + step.backward, step.ddp(2, link)
         measured.append((link.bandwidth, alone / found["measured"]))
         predicted.append((link.bandwidth, alone / expected))
-        told = f"alone {1e3 * alone:.0f} ms, predicted {1e3 * expected:.0f} ms"
-        speed = f"{rate}: {link.bandwidth / 1e9:.4f} GB/s"
-        print(f"{speed}, {told}, measured {1e3 * found['measured']:.0f} ms", flush=True)
+        times = [f"{1e3 * seconds:.0f} ms" for seconds in (alone, expected, found["measured"])]
+        print(rate, f"{link.bandwidth / 1e9:.4f} GB/s", *times, sep=" | ", flush=True)
     cases = {
         "ResNet-50 on an A100": (BLUE, even_step(0.273, 102e6)),
         "a billion parameters on an A100": (GREEN, even_step(0.788, 4e9)),
