@@ -28,7 +28,14 @@ from utils.device import usable_cores
 WORLD_SIZE, LAYERS, WIDTH, BATCH = 2, 8, 384, 128  # 16 gradients, 4.7 MB
 WARM_UP, ROUNDS = 2, 15
 Parameters = list[Any]  # nn.Parameter, whose grad is None until the backward has computed it
-Finish = Callable[[], None]  # to be called after backward() and before optimizer.step()
+ALONE, DDP = "0 no averaging", "DistributedDataParallel"
+BY_HAND = (
+    "1 each gradient, after the backward",
+    "2 one buffer, after the backward",
+    "3 each gradient, from a hook",
+    "4 buckets of four, from hooks",
+)
+STEPS = (ALONE, *BY_HAND, DDP)
 sends: list[tuple[float, int]] = []  # when each began, and how many gradients were missing then
 
 
@@ -40,25 +47,20 @@ def missing(parameters: Parameters) -> int:
     return sum(parameter.grad is None for parameter in parameters)
 
 
-def each_gradient(parameters: Parameters) -> Finish:
-    def finish() -> None:
-        for gradient in gradients(parameters):
-            dist.all_reduce(gradient)  # returns once the sum is in the gradient's place
-            gradient /= WORLD_SIZE
-
-    return finish
+def each_gradient(parameters: Parameters) -> None:
+    for gradient in gradients(parameters):
+        dist.all_reduce(gradient)  # returns once the sum is in the gradient's place
+        gradient /= WORLD_SIZE
 
 
-def one_buffer(parameters: Parameters) -> Finish:
-    def finish() -> None:
-        flat = parameters_to_vector(gradients(parameters))
-        dist.all_reduce(flat)  # 16 small sends would pay the latency of a send 16 times
-        vector_to_parameters(flat / WORLD_SIZE, gradients(parameters))
-
-    return finish
+def one_buffer(parameters: Parameters) -> None:
+    flat = parameters_to_vector(gradients(parameters))
+    dist.all_reduce(flat)  # 16 small sends would pay the latency of a send 16 times
+    vector_to_parameters(flat / WORLD_SIZE, gradients(parameters))
 
 
-def during_backward(parameters: Parameters, size: int) -> Finish:
+def during_backward(parameters: Parameters, size: int) -> Callable[[], None]:
+    """Send from hooks; return what to call after backward() and before optimizer.step()."""
     # Gradients come from the last layer to the first. DDP counts bytes: its first bucket closes at
     # 1 MiB, the others at 25 MiB.
     buckets = [parameters[::-1][i : i + size] for i in range(0, len(parameters), size)]
@@ -82,17 +84,6 @@ def during_backward(parameters: Parameters, size: int) -> Finish:
     return finish
 
 
-STEPS: dict[str, Callable[[Parameters], Finish]] = {
-    "0 no averaging": lambda parameters: lambda: None,
-    "1 each gradient, after the backward": each_gradient,
-    "2 one buffer, after the backward": one_buffer,
-    "3 each gradient, from a hook": partial(during_backward, size=1),
-    "4 buckets of four, from hooks": partial(during_backward, size=4),
-    "DistributedDataParallel": lambda parameters: lambda: None,
-}
-ALONE, *BY_HAND, DDP = STEPS
-
-
 def work(rank: int, world_size: int) -> dict[str, Any]:
     """Return for each step: seconds, checksum of its gradients, distance to DDP's, its sends."""
     torch.manual_seed(rank)  # other weights and other samples on each rank
@@ -101,7 +92,13 @@ def work(rank: int, world_size: int) -> dict[str, Any]:
     for parameter in raw_model.parameters():
         dist.broadcast(parameter.data, src=0)  # DDP's constructor also does this
     models: dict[str, nn.Module] = {name: copy.deepcopy(raw_model) for name in STEPS}
-    finish = {name: step(list(models[name].parameters())) for name, step in STEPS.items()}
+    first, second, third, fourth = (list(models[name].parameters()) for name in BY_HAND)
+    finish: dict[str, Callable[[], None]] = {
+        BY_HAND[0]: partial(each_gradient, first),
+        BY_HAND[1]: partial(one_buffer, second),
+        BY_HAND[2]: during_backward(third, 1),
+        BY_HAND[3]: during_backward(fourth, 4),
+    }
     models[DDP] = DistributedDataParallel(models[DDP])
     seconds: dict[str, list[float]] = {name: [] for name in STEPS}
     events = {}
@@ -113,7 +110,8 @@ def work(rank: int, world_size: int) -> dict[str, Any]:
             begin = time.perf_counter()
             model(inputs).square().mean().backward()
             ended = time.perf_counter()
-            finish[name]()
+            if name in finish:
+                finish[name]()
             seconds[name].append(time.perf_counter() - begin)
             events[name] = [(t - begin, count) for t, count in [*sends, (ended, 0)]]
     found = {}

@@ -1,6 +1,7 @@
 """Threads, processes and the GIL: which calls let other threads of a process run.
 
-It prints the seconds of two calls one after the other, in threads and in processes.
+It prints how often another thread, and another process, runs during a call, and how many cores two
+threads keep busy.
 """
 
 import sys
