@@ -54,7 +54,6 @@ How to read it:
   strong, weak  the global batch stays the same, or the batch of each device does
   devices       GPUs, or else cores. Then a last row gives one process all of them
   dp            on GPUs all copies except the first lose channels_last
-  limit         independent single runs: what DP and DDP could reach at most
   threads       processes x CPU threads
   images/s      of training, over all devices: median and range of the rounds
   ratio         to one device, the first row: median of the rounds
@@ -73,7 +72,7 @@ class Setting(NamedTuple):
 
     @property
     def processes(self) -> int:
-        return self.devices if self.technique in ("ddp", "limit") else 1
+        return self.devices if self.technique == "ddp" else 1
 
     def __str__(self) -> str:
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
@@ -160,7 +159,7 @@ def plan(args: argparse.Namespace) -> list[tuple[str, int, list[Setting]]]:
             settings = [Setting("single", *one)]
             for n in args.counts:
                 several = (model, n, n * args.threads, size // n if scaling == "strong" else size)
-                settings += [Setting(t, *several) for t in ("dp", "ddp", "limit")]
+                settings += [Setting(t, *several) for t in ("dp", "ddp")]
                 if args.device == "cpu":  # what the same cores do without data parallelism
                     settings.append(Setting("single", model, 1, several[2], n * several[3]))
             tables.append((scaling, size, settings))
@@ -182,8 +181,8 @@ def choose_dataset(args: argparse.Namespace) -> int:
     return len(data.load_dataset(args.dataset, args.data_dir)[0])
 
 
-def build_commands(setting: Setting, args: argparse.Namespace, steps: int) -> list[list[Any]]:
-    """Return the commands of a setting, several for ``limit``."""
+def build_command(setting: Setting, args: argparse.Namespace, steps: int) -> list[Any]:
+    """Return the command of a setting."""
     technique, devices = setting.technique, setting.devices
     per_epoch = args.train_size // (devices * setting.batch_size)
     flags = {
@@ -204,13 +203,8 @@ def build_commands(setting: Setting, args: argparse.Namespace, steps: int) -> li
         flags["--replicas"] = devices
     if technique == "ddp":
         flags["--nprocs"] = devices
-    several = [flags]
-    if technique == "limit":
-        numbers = range(devices)
-        several = [flags | ({"--devices": n} if "--devices" in flags else {}) for n in numbers]
-    script = trial.ROOT / f"train_{'single' if technique == 'limit' else technique}.py"
-    start = [sys.executable, script, *args.flags, "--no-tensorboard", "--no-progress"]
-    return [[*start, *chain.from_iterable(flags.items())] for flags in several]
+    start = [sys.executable, trial.ROOT / f"train_{technique}.py", *args.flags]
+    return [*start, "--no-tensorboard", "--no-progress", *chain(*flags.items())]
 
 
 def run_all(args: argparse.Namespace, found: dict[Setting, Row]) -> None:
@@ -229,17 +223,17 @@ def run_all(args: argparse.Namespace, found: dict[Setting, Row]) -> None:
             continue
         steps = WARMUP_STEPS + max(LEAST_STEPS, round(images.get(setting.model, 0) / size))
         try:
-            summaries = trial.train(build_commands(setting, args, steps), args.time_limit)
+            summary = trial.train(build_command(setting, args, steps), args.time_limit)
         except trial.TrialError as error:
             record["failure"] = str(error)
             tqdm.write(f"benchmark.py: {setting}: {error}", file=sys.stderr)
             continue
-        speed = sum(summary["train_images_per_second"] or 0.0 for summary in summaries)
+        speed = summary["train_images_per_second"] or 0.0
         if number < 0:
             images[setting.model] = speed * args.seconds
         else:
-            sizes = [size for summary in summaries for size in summary["peak_memory_bytes"]]
-            record["speeds"][number], record["peak_memory_bytes"] = speed, sizes
+            record["speeds"][number] = speed
+            record["peak_memory_bytes"] = summary["peak_memory_bytes"]
 
 
 def build_tables(args: argparse.Namespace, found: dict[Setting, Row]) -> dict[str, list[Row]]:

@@ -1,4 +1,4 @@
-"""What the tools share: their parser and their end, and trainings within a time limit."""
+"""What the tools share: their parser and their end, and a training within a time limit."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,42 +47,40 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
                 process.wait(GRACE_SECONDS)
 
 
-def train(commands: Sequence[Sequence[Any]], limit: float) -> list[dict[str, Any]]:
-    """Train at the same time, and return the summaries, or raise a ``TrialError``.
+def train(command: Sequence[Any], limit: float) -> dict[str, Any]:
+    """Train, and return the summary, or raise a ``TrialError``.
 
-    All commands are ended if one fails, after ``limit`` seconds, and on Ctrl-C.
+    The training is ended after ``limit`` seconds, and on Ctrl-C.
     """
     environ = {name: v for name, v in os.environ.items() if name not in LAUNCHER_VARIABLES}
     deadline = time.monotonic() + limit
-    with tempfile.TemporaryDirectory(prefix="mnist-trial-") as folder, ExitStack() as stack:
-        started = []
-        for number, command in enumerate(commands):
-            errors = stack.enter_context(tempfile.TemporaryFile("w+"))
-            process = subprocess.Popen(
-                [*map(str, command), "--run-dir", f"{folder}/{number}"],
-                cwd=ROOT,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                start_new_session=True,  # only this process gets Ctrl-C, and it ends the others
-            )
-            stack.callback(_end, process)
-            started.append((process, errors))
-        while any(process.poll() is None for process, _ in started):
-            if any(process.returncode for process, _ in started):
-                break
-            if time.monotonic() > deadline:
-                raise TrialError(f"still running after {limit:.0f} s")
-            time.sleep(0.05)
-        for process, errors in started:
-            if process.returncode:
-                errors.seek(0)
-                lines = ["no word", *errors.read().split("\n")]
-                # Our own messages say "error:". A launcher's report comes after them.
-                lines = [line for line in lines if ": error: " in line] or lines[-2:]
-                raise TrialError(f"exit status {process.returncode}: {lines[0].strip()}")
-        return [json.loads(path.read_text()) for path in Path(folder).glob("*/summary.json")]
+    with (
+        tempfile.TemporaryDirectory(prefix="mnist-trial-") as folder,
+        tempfile.TemporaryFile("w+") as errors,
+    ):
+        process = subprocess.Popen(
+            [*map(str, command), "--run-dir", f"{folder}/run"],
+            cwd=ROOT,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,  # only this process gets Ctrl-C, and it ends the others
+        )
+        try:
+            while process.poll() is None:
+                if time.monotonic() > deadline:
+                    raise TrialError(f"still running after {limit:.0f} s")
+                time.sleep(0.05)
+        finally:
+            _end(process)
+        if process.returncode:
+            errors.seek(0)
+            lines = ["no word", *errors.read().split("\n")]
+            # Our own messages say "error:". A launcher's report comes after them.
+            lines = [line for line in lines if ": error: " in line] or lines[-2:]
+            raise TrialError(f"exit status {process.returncode}: {lines[0].strip()}")
+        return json.loads(Path(folder, "run", "summary.json").read_text())
 
 
 def start(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
