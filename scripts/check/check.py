@@ -195,7 +195,10 @@ class Job:
 
     def _disagree(self, kind: str) -> None:
         calls = sorted(self.waiting.items())
-        told = [f"rank {rank} calls {name} at {line} {own}" for rank, (name, _, own, line) in calls]
+        told = [
+            f"rank {rank} calls {name}({', '.join(f'{key}={own[key]}' for key in own)}) at {line}"
+            for rank, (name, _, own, line) in calls
+        ]
         told += [f"rank {rank} has ended" for rank in sorted(self.ends)]
         facts = {"rank": calls[0][0], "clock": 0, "line": calls[0][1][3], "what": "; ".join(told)}
         self.events.append({"kind": kind, **facts})

@@ -288,15 +288,13 @@ def _stand_in(real: Any, shape: tuple[int, ...], classes: int, *counts: int) -> 
 def _shorten(kind: Any) -> None:
     if real := vars(kind).get("__len__"):
         kind.__len__ = functools.wraps(real)(lambda self: shorter(real(self)))
+    for child in kind.__subclasses__():
+        _shorten(child)
 
 
 def _subclasses(cls: Any, **keywords: Any) -> None:
     super(data.Dataset, cls).__init_subclass__(**keywords)
     _shorten(cls)
-
-
-def _all(kind: Any) -> set[Any]:
-    return {kind}.union(*map(_all, kind.__subclasses__()))
 
 
 def _finish() -> None:
@@ -305,8 +303,7 @@ def _finish() -> None:
 
 
 data.Dataset.__init_subclass__ = classmethod(_subclasses)  # type: ignore[assignment]
-for _kind in _all(data.Dataset):
-    _shorten(_kind)
+_shorten(data.Dataset)
 record.at_the_end.append(_finish)
 with contextlib.suppress(ImportError):
     import torchvision

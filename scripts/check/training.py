@@ -47,8 +47,9 @@ class Watched:
         self.calls, self.lines = "", list[str]()  # since the last step: a letter and a line of each
 
     def note(self, letter: str) -> None:
-        self.calls += letter
-        self.lines.append(next(record.frames(), ""))
+        if len(self.calls) < 60:
+            self.calls += letter
+            self.lines.append(next(record.frames(), ""))
 
 
 @around(dist, c10d)

@@ -16,13 +16,10 @@ Facts = dict[str, Any]  # of an event, or of all that was told in a run
 Found = Iterator[tuple[str, Facts]]  # a kind, and the facts of its line in findings.txt
 LEVELS = ["WRONG", "WARN", "NOTE"]
 TWO = "two forwards or backwards"
-UNUSED = "Expected to have finished reduction in the prior iteration"
-INPLACE = "has been modified by an inplace operation"
-TWICE = "Expected to mark a variable ready only once"
 EXPLAINED = {  # what an error says, and the finding that explains it
-    UNUSED: "unused parameters",
-    INPLACE: TWO,
-    TWICE: TWO,
+    "Expected to have finished reduction in the prior iteration": "unused parameters",
+    "Expected to mark a variable ready only once": TWO,
+    "has been modified by an inplace operation": TWO,
     "FileNotFoundError": "loaded before saved",
     "invalid device ordinal": "device by global rank",
 }
@@ -128,12 +125,13 @@ def _by_ranks(report: Facts) -> Found:
 def _errors(report: Facts) -> Found:
     """Find errors of DDP itself. Others are no finding."""
     for end in report["ends"].values():
-        message = end.get("message", "")
-        if UNUSED in message:
+        message, calls = end.get("message", ""), end.get("calls", [])
+        kind = next((EXPLAINED[text] for text in EXPLAINED if text in message), "")
+        if kind == "unused parameters":
             names = re.search(r"Parameters which did not receive grad for rank \d+: (.*)", message)
-            yield "unused parameters", {**end, "unused": names[1][:200] if names else "some"}
-        elif TWICE in message or (INPLACE in message and "FF" in "".join(end["calls"])):
-            yield TWO, {**end, "what": f"DDP says {message.splitlines()[0][:120]}"}
+            yield kind, {**end, "unused": names[1][:200] if names else "some"}
+        elif kind == TWO and ("only once" in message or any("FF" in own for own in calls)):
+            yield kind, {**end, "what": f"DDP says {message.splitlines()[0][:120]}"}
 
 
 def _learning(report: Facts) -> Found:
@@ -249,12 +247,12 @@ def _is_left_alone(report: Facts, item: Facts) -> bool:
 
 def _through(report: Facts) -> Found:
     """Find lines at which one rank alone calls the wrapper without gradients."""
-    by_line: defaultdict[str, dict[int, Facts]] = defaultdict(dict)
+    ranks = defaultdict(set)
     for event in _told(report, "through"):
-        by_line[event["line"]][event["rank"]] = event
-    for events in by_line.values():
-        if len(events) == 1:
-            yield "evaluates through the wrapper", next(iter(events.values()))
+        ranks[event["line"]].add(event["rank"])
+    for event in _told(report, "through"):
+        if len(ranks[event["line"]]) == 1:
+            yield "evaluates through the wrapper", event
 
 
 def _loads(report: Facts) -> Found:
