@@ -1,52 +1,38 @@
 """Several hosts for real: network namespaces, each with its own address and hostname."""
 
+import functools
 import os
 import shutil
 import signal
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.processes import (
-    ROOT,
-    command,
-    environment,
-    finish,
-    flags,
-    run,
-    succeed,
-    summary,
-    wait_until,
-)
-from tests.test_launch import (
-    SHORT,
-    Row,
-    error_lines,
-    finish_all,
-    launch,
-    row,
-)
+from tests.processes import command, finish, flags, run, start, succeed, summary, wait_until
+from tests.test_launch import SHORT, error_lines, finish_all, row
 
-
-def sh(*command):
-    subprocess.run([str(part) for part in command], check=True, capture_output=True)
-
-
-def has_namespaces():
-    """Root in a container may not make any."""
-    try:
-        sh("unshare", "-n", "ip", "link")
-    except (OSError, subprocess.CalledProcessError):
-        return False
-    return os.geteuid() == 0
-
-
+# Root in a container may not make any.
+HAS_NAMESPACES = os.geteuid() == 0 and not os.system("unshare -n ip link >/dev/null 2>&1")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not has_namespaces(), reason="needs root and network namespaces"),
+    pytest.mark.skipif(not HAS_NAMESPACES, reason="needs root and network namespaces"),
 ]
+ROUTER = """
+ip netns add {router}
+ip netns exec {router} sh -c "echo 1 > /proc/sys/net/ipv4/ip_forward"
+"""
+HOST = """
+ip netns add {name}
+ip -n {name} link add eth0 type veth peer to{node} netns {router}
+ip -n {router} addr add 10.77.{node}.1/24 dev to{node}
+ip -n {router} link set to{node} up
+ip -n {name} addr add 10.77.{node}.2/24 dev eth0
+ip -n {name} link set eth0 up
+ip -n {name} link set lo up
+ip -n {name} route add default via 10.77.{node}.1
+mkdir -p /etc/netns/{name}
+"""
 
 
 class Hosts:
@@ -60,79 +46,55 @@ class Hosts:
             many a Debian.
     """
 
-    def __init__(self, count, resolve=True):
-        prefix = f"mnist{os.getpid()}"
-        self.router = f"{prefix}r"
-        self.names = [f"{prefix}n{node}" for node in range(count)]
-        self.addresses = [f"10.77.{node}.2" for node in range(count)]
-        self.resolve = resolve
+    def __init__(self, count, resolve):
+        self.prefix = f"mnist{os.getpid()}"
+        self.names = [f"{self.prefix}n{node}" for node in range(count)]
+        self.router, self.resolve = f"{self.prefix}r", resolve
 
-    def __enter__(self):
-        try:
-            sh("ip", "netns", "add", self.router)
-            forward = "echo 1 > /proc/sys/net/ipv4/ip_forward"
-            sh("ip", "netns", "exec", self.router, "sh", "-c", forward)
-            for node, name in enumerate(self.names):
-                sh("ip", "netns", "add", name)
-                host, router = ("ip", "-n", name), ("ip", "-n", self.router)
-                plug, gateway = f"to{node}", f"10.77.{node}.1"
-                sh(*host, "link", "add", "eth0", "type", "veth", "peer", plug, "netns", self.router)
-                sh(*router, "addr", "add", f"{gateway}/24", "dev", plug)
-                sh(*router, "link", "set", plug, "up")
-                sh(*host, "addr", "add", f"{self.addresses[node]}/24", "dev", "eth0")
-                sh(*host, "link", "set", "eth0", "up")
-                sh(*host, "link", "set", "lo", "up")
-                sh(*host, "route", "add", "default", "via", gateway)
-                etc = Path("/etc/netns", name)
-                etc.mkdir(parents=True)
-                (etc / "hosts").write_text(self.hosts_file(node))
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
+    def build(self):
+        succeed(run("bash", "-ec", ROUTER.format(router=self.router)))
+        for node, name in enumerate(self.names):
+            succeed(run("bash", "-ec", HOST.format(router=self.router, node=node, name=name)))
+            Path("/etc/netns", name, "hosts").write_text(self.hosts_file(node))
 
-    def __exit__(self, *exception):
-        for node, name in enumerate((*self.names, self.router)):
-            for pid in self.pids(node):  # nobody else is in a namespace of ours
+    def remove(self):
+        for name in (*self.names, self.router):
+            for pid in self.pids(name):  # nobody else is in a namespace of ours
                 os.kill(pid, signal.SIGKILL)
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+            run("ip", "netns", "del", name)
             shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
 
-    def pids(self, node):
-        """Return the processes of a host, or of the router behind the last host."""
-        name = [*self.names, self.router][node]
-        listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
-        return [int(pid) for pid in listed.stdout.split()]
+    def pids(self, name):
+        return [int(pid) for pid in run("ip", "netns", "pids", name).stdout.split()]
 
     def hosts_file(self, own):
         lines = ["127.0.0.1 localhost"]
-        for node, address in enumerate(self.addresses):
+        for node in range(len(self.names)):
             own_name = node == own and not self.resolve
-            lines.append(f"{'127.0.1.1' if own_name else address} node{node}")
+            lines.append(f"{'127.0.1.1' if own_name else f'10.77.{node}.2'} node{node}")
         return "\n".join(lines) + "\n"
 
-    def start(self, node, command, **variables):
-        """Start a shell command on a host, with the variables of the launch table."""
-        known = {"HOST0": self.addresses[0], "PORT": "29500", "NODE": str(node)}
-        inside = f"hostname node{node}; exec bash -c '{command}'"
-        return subprocess.Popen(
-            ["ip", "netns", "exec", self.names[node], "unshare", "-u", "bash", "-c", inside],
-            env=environment(**known, **variables),
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
+    def launch(self, line, shared):
+        """Start a command on every host, with the variables of the launch table."""
+        known = {"HOST0": "10.77.0.2", "PORT": "29500", "SHARED": str(shared)}
+        processes = []
+        for node, name in enumerate(self.names):
+            inside = f"hostname node{node}; exec bash -c '{line}'"
+            words = ["ip", "netns", "exec", name, "unshare", "-u", "bash", "-c", inside]
+            processes.append(start(*words, NODE=str(node), **known))
+        return processes
+
+    def run_ssh(self, flags, folder):
+        """Start scripts/run_ssh.sh for all hosts, which it reaches without an sshd."""
+        stub = folder / "ssh"
+        stub.write_text(
+            "#!/bin/bash\nhost=$1; shift\nnode=${host#node}\n"
+            f'exec ip netns exec {self.prefix}n$node unshare -u bash -c "hostname $host; $*"\n'
         )
-
-    def launch(self, row, flags, shared):
-        """Start a row's command on every host."""
-        hosts = range(len(self.names))
-        return [self.start(n, f"{row.command} {flags}", SHARED=str(shared)) for n in hosts]
-
-    def cut_off(self, node):
-        sh("ip", "-n", self.names[node], "link", "set", "eth0", "down")
+        stub.chmod(0o755)
+        hosts = " ".join(f"node{node}" for node in range(len(self.names)))
+        settings = {"SSH": str(stub), "HOSTS": hosts, "NPROC_PER_NODE": "1"}
+        return start("scripts/run_ssh.sh", *flags.split(), **settings)
 
 
 @pytest.fixture
@@ -140,43 +102,27 @@ def hosts():
     built = []
 
     def build(count, resolve=True):
-        built.append(Hosts(count, resolve).__enter__())
+        built.append(Hosts(count, resolve))
+        built[0].build()
         return built[0]
 
     yield build
     for each in built:
-        each.__exit__()
+        each.remove()
 
 
 @pytest.fixture(scope="module")
 def expected(synthetic_dir, tmp_path_factory):
     """The weights that so many processes reach on one host."""
-    known = {}
 
-    def of(world_size):
-        if world_size not in known:
-            folder = tmp_path_factory.mktemp("expected")
-            local = Row("spawn", f"python train_ddp.py --nprocs {world_size}")
-            flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {folder}"
-            (ended,) = finish_all(launch(local, flags, folder), 120)
-            assert ended.returncode == 0, ended.text
-            known[world_size] = summary(folder)["weights_sha256"]
-        return known[world_size]
+    @functools.cache
+    def weights(world_size):
+        folder = tmp_path_factory.mktemp("expected")
+        words = flags(synthetic_dir, folder, "--model", "linear", "--max-steps", 20)
+        succeed(run(*command("spawn", world_size, *words)))
+        return summary(folder)["weights_sha256"]
 
-    return of
-
-
-def ssh_stub(network, folder):
-    """Return settings that make run_ssh.sh reach the hosts, without an sshd."""
-    stub = folder / "ssh"
-    prefix = network.names[0][:-1]
-    stub.write_text(
-        "#!/bin/bash\nhost=$1; shift\nnode=${host#node}\n"
-        f'exec ip netns exec {prefix}$node unshare -u bash -c "hostname $host; $*"\n'
-    )
-    stub.chmod(0o755)
-    names = " ".join(f"node{node}" for node in range(len(network.names)))
-    return {"SSH": str(stub), "HOSTS": names, "NPROC_PER_NODE": "1"}
+    return weights
 
 
 @pytest.mark.parametrize(
@@ -198,11 +144,11 @@ def test_hosts_reach_the_weights_of_one(
     network = hosts(count, resolve)
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
     if method == "scripts/run_ssh.sh":
-        started = launch(Row("", method), flags, tmp_path, **ssh_stub(network, tmp_path))
+        started = [network.run_ssh(flags, tmp_path)]
     else:
         command = row(method).command.replace("WORLD_SIZE=2", f"WORLD_SIZE={count}")
-        many = Row(method, command.replace("NNODES=2 ", f"NNODES={count} "), nodes=count)
-        started = network.launch(many, flags, tmp_path)
+        command = command.replace("NNODES=2 ", f"NNODES={count} ")
+        started = network.launch(f"{command} {flags}", tmp_path)
     for ended in finish_all(started, 200):
         assert ended.returncode == 0, ended.text
     assert summary(tmp_path / "run")["weights_sha256"] == expected(count)
@@ -215,13 +161,13 @@ LONG = "--dataset synthetic --model linear --epochs 100000 --threads 1 --no-prog
 def test_run_ssh_leaves_nobody(killed, hosts, synthetic_dir, tmp_path):
     network = hosts(2)
     flags = f"{LONG} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
-    settings = ssh_stub(network, tmp_path)
-    (process,) = launch(Row("", "exec scripts/run_ssh.sh"), flags, tmp_path, **settings)
+    process = network.run_ssh(flags, tmp_path)
     wait_until((tmp_path / "run" / "metrics.jsonl").exists)
     if killed == "the script":
         process.kill()
     else:
-        commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in network.pids(1)}
+        pids = network.pids(network.names[1])
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
         (agent,) = [pid for pid, command in commands.items() if b"/torchrun" in command]
         os.kill(agent, signal.SIGKILL)
     ended = finish(process, 120)  # when the last holder of its output has ended
@@ -232,9 +178,10 @@ def test_run_ssh_leaves_nobody(killed, hosts, synthetic_dir, tmp_path):
 def test_a_host_is_cut_off_in_training(hosts, synthetic_dir, tmp_path):
     network = hosts(2)
     flags = f"{LONG} --data-dir {synthetic_dir} --run-dir {tmp_path}/run --timeout 20"
-    processes = network.launch(row("no launcher, several nodes"), flags, tmp_path)
+    command = row("no launcher, several nodes").command
+    processes = network.launch(f"{command} {flags}", tmp_path)
     wait_until((tmp_path / "run" / "metrics.jsonl").exists)
-    network.cut_off(1)
+    succeed(run("ip", "-n", network.names[1], "link", "set", "eth0", "down"))
     for rank, process in enumerate(processes):
         ended = finish(process, 120)
         assert ended.returncode == 1, ended.text
@@ -261,7 +208,7 @@ def test_the_doctor_finds_names_that_resolve_to_loopback(hosts, synthetic_dir, t
     command = row("variables by hand").command.replace("train_ddp.py", "scripts/tools/doctor.py")
     flags = f"--dataset synthetic --data-dir {synthetic_dir} --threads 1"
     network = hosts(2, resolve=False)
-    ended = finish_all(network.launch(Row("", command, nodes=2), flags, tmp_path), 120)
+    ended = finish_all(network.launch(f"{command} {flags}", tmp_path), 120)
     assert [one.returncode for one in ended] == [0, 0], ended
     (found,) = [line for line in ended[0].stdout.splitlines() if line.startswith("hostnames")]
     assert "warning" in found
