@@ -1,5 +1,6 @@
 """Read the documents: their headings, code blocks, tables, links and commands."""
 
+import ast
 import re
 from collections import namedtuple
 from itertools import pairwise
@@ -31,17 +32,21 @@ def name_of(path):
     return str(path.relative_to(ROOT))
 
 
+def read(path):
+    return path.read_text(encoding="utf-8")
+
+
 def fences(text):
     return [token for token in MARKDOWN.parse(text) if token.type == "fence"]
 
 
-def blocks(path):
-    return [Block(token.info, token.content) for token in fences(path.read_text(encoding="utf-8"))]
+def blocks(text):
+    return [Block(token.info, token.content) for token in fences(text)]
 
 
 def prose(path):
     """Return a document without its code blocks."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = read(path).splitlines(keepends=True)
     for token in reversed(fences("".join(lines))):
         del lines[slice(*token.map)]
     return "".join(lines)
@@ -113,12 +118,15 @@ def without_comments(block):
     return block.text
 
 
-def commands_of(block):
-    """Return the commands of a bash block, one a line."""
-    if block.language != "bash":
-        return []
-    lines = (re.sub(r"\s+# .*$", "", line).strip() for line in block.text.splitlines())
-    return [line for line in lines if line and not line.startswith("#")]
+def lines_of(text):
+    """Return what a shell reads of each line."""
+    return [re.sub(r"(^|\s+)# .*$", "", line).strip() for line in text.splitlines()]
+
+
+def commands_of(blocks):
+    """Return the commands of the bash blocks, one a line."""
+    shown = [block.text for block in blocks if block.language == "bash"]
+    return [line for text in shown for line in lines_of(text) if line]
 
 
 def inline_commands(text):
@@ -134,7 +142,31 @@ def inline_commands(text):
 
 def docstring_commands(path):
     """Return the commands in the docstring at the head of a script."""
-    docstring = path.read_text(encoding="utf-8").partition('"""')[2].partition('"""')[0]
-    docstring = re.sub(r"\\\n\s*", "", docstring)  # a command on two lines
-    lines = (re.sub(r"\s+# .*$", "", line).strip() for line in docstring.splitlines())
+    docstring = read(path).partition('"""')[2].partition('"""')[0]
+    lines = lines_of(re.sub(r"\\\n\s*", "", docstring))  # a command on two lines
     return [line for line in lines if re.match(r"(python|torchrun|\./scripts/|scripts/)\b", line)]
+
+
+def follow(blocks, folder):
+    """Write the files and make the changes that a document shows, to the letter."""
+    for block in blocks:
+        if block.language == "python":
+            ast.parse(block.text)
+        if name := re.match(r"# (my_\w+\.py)\n", block.text):
+            (folder / name[1]).write_text(block.text)
+        if block.language == "diff" and block.text.startswith("--- "):
+            apply(block.text, folder)
+
+
+def apply(diff, folder):
+    """Apply a diff without line numbers: each hunk's old lines occur in the file exactly once."""
+    head, *hunks = re.split(r"^@@\n", diff, flags=re.MULTILINE)
+    path = folder / head.removeprefix("--- ").strip()
+    text = path.read_text()
+    for hunk in hunks:
+        lines = hunk.splitlines(keepends=True)
+        old = "".join(line[1:] for line in lines if line[0] in " -")
+        new = "".join(line[1:] for line in lines if line[0] in " +")
+        assert text.count(old) == 1, f"{path.name} has not exactly one\n{old}"
+        text = text.replace(old, new)
+    path.write_text(text)

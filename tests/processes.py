@@ -35,6 +35,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 show_gpus = False
 # A library that stands for CUDA on a machine without a GPU. It counts, but it runs no kernels.
 PRETENDED = "libpretend" in os.environ.get("LD_PRELOAD", "")
+STANDALONE = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -140,8 +141,7 @@ def script(name, *args):
 
 def torchrun(processes, name, *args):
     """Return the command of a training script under a standalone torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes]
-    return [sys.executable, *launcher, *script(name, *args)[1:]]
+    return [*STANDALONE, processes, *script(name, *args)[1:]]
 
 
 def command(technique, processes, *flags):
@@ -164,6 +164,15 @@ def through_altered(words):
 
 def flags(data_dir, run_dir, *extra):
     return ["--dataset", "synthetic", "--data-dir", data_dir, "--run-dir", run_dir, *extra]
+
+
+def copy_project(folder, data_dir=None):
+    """Copy the project without its tests, and return the folder."""
+    leave = shutil.ignore_patterns(".*", "runs", "data", "__pycache__", "tests")
+    shutil.copytree(ROOT, folder, ignore=leave, dirs_exist_ok=True)
+    if data_dir:
+        (folder / "data").symlink_to(data_dir)
+    return folder
 
 
 def shell_line(line, **variables):

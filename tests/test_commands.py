@@ -1,8 +1,6 @@
 """Every command that documents and docstrings show runs, in the order of reading."""
 
-import ast
 import re
-import shutil
 
 import pytest
 
@@ -12,11 +10,13 @@ from tests.documents import (
     blocks,
     commands_of,
     docstring_commands,
+    follow,
     inline_commands,
     name_of,
     prose,
+    read,
 )
-from tests.processes import ROOT, run, shell_line, succeed, summary
+from tests.processes import ROOT, copy_project, run, shell_line, succeed, summary
 from tests.test_launch import LAUNCH_TABLE
 
 # Other tests run these: a part of the command, and the file.
@@ -39,13 +39,13 @@ NEEDS_GPUS = re.compile(r"--devices \d|VISIBLE_DEVICES=\d|--output-device|--npro
 
 def shown_commands():
     """Return every command that a reader is shown, with the file that shows it first."""
+    told = {path: commands_of(blocks(read(path))) + inline_commands(prose(path)) for path in PAGES}
+    scripts = [*ROOT.glob("train_*.py"), *(ROOT / "scripts").rglob("[a-z]*.py")]
+    told |= {path: docstring_commands(path) for path in scripts}
     found = {}
-    for path in PAGES:
-        for block in blocks(path):
-            found |= {c: name_of(path) for c in commands_of(block) if c not in found}
-        found |= {c: name_of(path) for c in inline_commands(prose(path)) if c not in found}
-    for path in [*ROOT.glob("train_*.py"), *(ROOT / "scripts").rglob("[a-z]*.py")]:
-        found |= {c: name_of(path) for c in docstring_commands(path) if c not in found}
+    for path, commands in told.items():
+        for command in commands:
+            found.setdefault(command, name_of(path))
     return found
 
 
@@ -68,33 +68,10 @@ def test_commands_are_found():
 @pytest.fixture(scope="module")
 def project(tmp_path_factory, synthetic_dir):
     """A copy of the project to which the documents' edits were applied, to the letter."""
-    folder = tmp_path_factory.mktemp("project") / "copy"
-    leave = shutil.ignore_patterns(".*", "runs", "data", "__pycache__", "tests")
-    shutil.copytree(ROOT, folder, ignore=leave)
-    (folder / "data").symlink_to(synthetic_dir)
-    for block in (block for path in PAGES for block in blocks(path)):
-        name = re.match(r"# (my_\w+\.py)\n", block.text)
-        if block.language == "python":
-            ast.parse(block.text)
-        if block.language == "python" and name:
-            (folder / name[1]).write_text(block.text)
-        if block.language == "diff" and re.match(r"--- \S+\n@@\n", block.text):
-            apply(block.text, folder)
+    folder = copy_project(tmp_path_factory.mktemp("project") / "copy", synthetic_dir)
+    for path in PAGES:
+        follow(blocks(read(path)), folder)
     return folder
-
-
-def apply(diff, folder):
-    """Apply a diff without line numbers: each hunk's old lines occur in the file exactly once."""
-    head, *hunks = re.split(r"^@@\n", diff, flags=re.MULTILINE)
-    path = folder / head.removeprefix("--- ").strip()
-    text = path.read_text()
-    for hunk in hunks:
-        lines = hunk.splitlines(keepends=True)
-        old = "".join(line[1:] for line in lines if line[0] in " -")
-        new = "".join(line[1:] for line in lines if line[0] in " +")
-        assert text.count(old) == 1, f"{path.name} has not exactly one\n{old}"
-        text = text.replace(old, new)
-    path.write_text(text)
 
 
 @pytest.fixture(scope="module")

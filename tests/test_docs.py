@@ -13,6 +13,7 @@ from tests.documents import (
     links,
     name_of,
     prose,
+    read,
     rows,
     section,
     sections,
@@ -51,7 +52,7 @@ def test_both_languages_say_the_same(path):
     """The same sections, code, tables, names, links and measured figures."""
     other = translation(path)
     for one, its in ((path, other), (other, path)):
-        head = one.read_text(encoding="utf-8").partition("\n## ")[0]
+        head = read(one).partition("\n## ")[0]
         assert its.name in links(head), "both lead to each other"
     for ours, theirs in zip(sections(path), sections(other), strict=True):
         assert ours.level == theirs.level, (ours.title, theirs.title)
@@ -61,7 +62,7 @@ def test_both_languages_say_the_same(path):
         for row, translated in zip(rows(ours.text), rows(theirs.text), strict=True):
             cells = [[sorted(spans(cell)) for cell in line] for line in (row, translated)]
             assert cells[0] == cells[1], (row, translated)
-    code, translated = ([*map(without_comments, blocks(p))] for p in (path, other))
+    code, translated = ([*map(without_comments, blocks(read(p)))] for p in (path, other))
     assert code == translated
 
 
@@ -97,14 +98,14 @@ def test_chinese_is_set_as_markdown_shows_it(path):
 def test_a_document_is_short(name):
     (path,) = [path for path in DOCUMENTS if path.stem == name]
     for one in (path, translation(path)):
-        assert len(one.read_text(encoding="utf-8").splitlines()) <= MAX_LINES[name], one
+        assert len(read(one).splitlines()) <= MAX_LINES[name], one
 
 
 # Names
 
 
 def test_every_script_and_lesson_is_named():
-    told = "".join(path.read_text(encoding="utf-8") for path in ENGLISH)
+    told = "".join(map(read, ENGLISH))
     for path in (ROOT / "scripts").rglob("[a-z]*.*"):
         is_shown = path.suffix in (".py", ".sh", ".sbatch") and path.parent.name not in (
             "tools",

@@ -1,12 +1,11 @@
 """The notebook: without outputs, and its cells run, on a machine without GPUs too."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, run, succeed
+from tests.processes import ROOT, copy_project, run, succeed
 
 NOTEBOOK = json.loads((ROOT / "docs" / "two_gpus.ipynb").read_text())
 CODE = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
@@ -34,13 +33,12 @@ def test_no_outputs_are_stored_and_an_address_is_asked_for(tmp_path, monkeypatch
 
 def test_all_cells_run(tmp_path, monkeypatch):
     """In a clone of the project as it stands. Its programs run in tests of their own."""
-    leave = shutil.ignore_patterns(".*", "runs", "data", "__pycache__", "tests")
-    shutil.copytree(ROOT, tmp_path / "origin", ignore=leave)
+    origin = copy_project(tmp_path / "origin")
     commit = "git init -q && git add -A && git -c user.name=a -c user.email=a@b commit -qm all"
-    succeed(run("bash", "-c", commit, cwd=tmp_path / "origin"))
+    succeed(run("bash", "-c", commit, cwd=origin))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    monkeypatch.setenv("REPOSITORY", str(tmp_path / "origin"))
+    monkeypatch.setenv("REPOSITORY", str(origin))
     monkeypatch.setenv("TRAIN_FLAGS", "--help")
     monkeypatch.setenv("BENCHMARK_FLAGS", "--quick --help")
     told = run_cells(CODE)

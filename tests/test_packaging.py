@@ -5,7 +5,7 @@ import tomllib
 
 import yaml
 
-from tests.documents import blocks, commands_of
+from tests.documents import blocks, commands_of, read
 from tests.processes import ROOT, run, shell_line, succeed
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -42,7 +42,7 @@ def test_ci_runs_the_command_of_the_readme_on_the_oldest_and_the_newest():
 
 
 def test_one_test_alone_runs_as_shown():
-    shown = [c for b in blocks(ROOT / "CONTRIBUTING.md") for c in commands_of(b)]
+    shown = commands_of(blocks(read(ROOT / "CONTRIBUTING.md")))
     (line,) = [command for command in shown if "-m pytest" in command]
     words, _ = shell_line(line.removeprefix(".venv/bin/"))
     assert "1 passed" in succeed(run(*words, cwd=ROOT)).stdout

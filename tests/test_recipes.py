@@ -11,9 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import data
-from tests.documents import Block, commands_of, fences
-from tests.processes import ROOT, metrics, run, shell_line, status, succeed, summary
-from tests.test_commands import apply
+from tests import documents
+from tests.processes import ROOT, copy_project, metrics, run, shell_line, status, succeed, summary
 
 TEXT = (ROOT / "docs" / "recipes.md").read_text()
 HEAD, *PARTS = TEXT.split("\n## ")
@@ -33,9 +32,8 @@ def init(**given):
 
 def blocks(title):
     """Return a recipe's code. Without a command it has that of the page."""
-    found = [Block(token.info, token.content) for token in fences(RECIPES[title])]
-    has_command = any(block.language == "bash" for block in found)
-    return found if has_command else found + [Block(t.info, t.content) for t in fences(HEAD)]
+    found = documents.blocks(RECIPES[title])
+    return found if documents.commands_of(found) else found + documents.blocks(HEAD)
 
 
 @pytest.fixture
@@ -44,7 +42,7 @@ def kitchen(short_dir, tmp_path):
 
     def give(title, *flags):
         """Give a recipe's commands. The last one trains in runs/here, if it trains."""
-        for command in (command for block in blocks(title) for command in commands_of(block)):
+        for command in documents.commands_of(blocks(title)):
             line = f"{command} {' '.join(flags)}"
             if re.search(r"train_\w+\.py", line):
                 line += f" {QUIET}" + " --run-dir runs/here" * ("--run-dir" not in line)
@@ -55,17 +53,11 @@ def kitchen(short_dir, tmp_path):
         return ended
 
     def follow(title, *flags):
-        for block in blocks(title):
-            if name := re.match(r"# (my_\w+\.py)\n", block.text):
-                (tmp_path / name[1]).write_text(block.text)
-            elif block.language == "diff":
-                apply(block.text, tmp_path)
+        documents.follow(blocks(title), tmp_path)
         return give(title, *flags)
 
     here = tmp_path / "runs" / "here"
-    leave = shutil.ignore_patterns(".*", "runs", "data", "__pycache__", "tests", "docs")
-    shutil.copytree(ROOT, tmp_path, ignore=leave, dirs_exist_ok=True)
-    (tmp_path / "data").symlink_to(short_dir)
+    copy_project(tmp_path, short_dir)
     return SimpleNamespace(folder=tmp_path, here=here, give=give, follow=follow)
 
 
