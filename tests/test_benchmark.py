@@ -13,7 +13,7 @@ import scaling
 import torch
 import trial
 
-from tests.processes import ROOT, Finished, run, succeed
+from tests.processes import ROOT, STANDALONE, Finished, run, succeed
 
 # Ends at once with a speed that its flags determine, so that ratios are known beforehand.
 PRETENDER = """
@@ -211,10 +211,9 @@ def test_scaling_on_given_figures(capsys):
 
 @pytest.mark.slow
 def test_scaling_measures_and_predicts():
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
     flags = ["--model", "mlp", "--batch-size", 16, "--device", "cpu"]
     script = ROOT / "scripts" / "tools" / "scaling.py"
-    told = succeed(run(sys.executable, *launch, script, *flags, timeout=290)).stdout
+    told = succeed(run(*STANDALONE, 2, script, *flags, timeout=290)).stdout
     assert "mlp, 16 images on each of 2 devices" in told
     assert re.search(r"buckets full in the backward: 0.94 MB at [\d.]+ ms\n", told)
     assert re.search(r"DDP: predicted [\d.]+ ms, measured [\d.]+ ms", told)

@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 import torch.distributed as dist
 
-from tests.processes import ALTERED, ROOT, finish, flags, run, start, wait_until
+from tests.processes import ALTERED, ROOT, STANDALONE, finish, flags, run, start, wait_until
 from tests.test_launch import error_lines
 from utils.cluster.job import ADVICE, Job, LostRank
 from utils.cluster.meeting import Meeting, Member
@@ -19,7 +19,14 @@ TIMEOUT = 20  # seconds; more than ranks on a busy machine are apart
 SOON = 200  # no measure: only a wait for what never comes takes longer
 UNKNOWN = ADVICE[True, True]
 SLOW = pytest.mark.slow
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
+
+
+def start_altered(how, when, rank, processes, folder, *words, **more):
+    """Start ranks of which one goes wrong, by torchrun unless the words have ``--nprocs``."""
+    launcher = [sys.executable] if "--nprocs" in words else [*STANDALONE, processes]
+    variables = {"ALTER": how, "ALTER_RANK": str(rank), "ALTER_AT": str(when)} | more
+    variables["ALTER_FLAG"] = str(folder / "flag")
+    return start(*launcher, ALTERED, "train_ddp.py", *words, "--threads", 1, **variables)
 
 
 def fail(how, when, rank, processes, folder, *words, then=signal.SIGKILL, **more):
@@ -29,12 +36,7 @@ def fail(how, when, rank, processes, folder, *words, then=signal.SIGKILL, **more
         then: the signal for a rank that was stopped, once another one has named it.
     """
     flag, said = folder / "flag", ""
-    command = [*TORCHRUN, "--nproc_per_node", processes, ALTERED, "train_ddp.py", *words]
-    if "--nprocs" in words:
-        command = [ALTERED, "train_ddp.py", *words]
-    variables = {"ALTER": how, "ALTER_RANK": str(rank), "ALTER_AT": str(when)} | more
-    variables["ALTER_FLAG"] = str(flag)
-    process = start(sys.executable, *command, "--threads", 1, **variables)
+    process = start_altered(how, when, rank, processes, folder, *words, **more)
     if how == "SIGSTOP":
         while process.poll() is None and ".py: error: " not in said:
             said += process.stderr.readline()
@@ -147,7 +149,7 @@ else:
 def test_calls_of_the_same_size_are_told_apart(tmp_path):
     text = OUT_OF_STEP.format(root=str(ROOT))
     (tmp_path / "out_of_step.py").write_text(text)
-    result = run(sys.executable, *TORCHRUN, "--nproc_per_node", 2, tmp_path / "out_of_step.py")
+    result = run(*STANDALONE, 2, tmp_path / "out_of_step.py")
     assert result.stdout.count("the ranks are out of step") == 1, result.text
 
 
@@ -183,11 +185,9 @@ def test_a_rank_that_wakes_does_not_blame_those_that_went_on(synthetic_dir, tmp_
 @pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGSTOP", marks=SLOW)])
 def test_who_waits_for_the_process_group_hears_a_loss_and_a_signal(how, synthetic_dir, tmp_path):
     """Nothing can interrupt that wait, which might last for --rdzv-timeout."""
-    extra = ["--model", "linear", "--rdzv-timeout", 300, "--nprocs", 2, "--threads", 1]
-    command = [ALTERED, "train_ddp.py", *flags(synthetic_dir, tmp_path / "run", *extra)]
-    variables = {"ALTER": how, "ALTER_RANK": "1", "ALTER_AT": "group"}
-    flag = tmp_path / "flag"
-    process = start(sys.executable, *command, **variables, ALTER_FLAG=str(flag))
+    extra = ["--model", "linear", "--rdzv-timeout", 300, "--nprocs", 2]
+    flag, words = tmp_path / "flag", flags(synthetic_dir, tmp_path / "run", *extra)
+    process = start_altered(how, "group", 1, 2, tmp_path, *words)
     wait_until(flag.exists)
     if how == "SIGSTOP":  # then nobody knows, but it is asked when a signal comes
         process.terminate()
