@@ -13,6 +13,7 @@ CLUSTER = sorted((ROOT / "utils" / "cluster").glob("[a-z]*.py"))
 CHECK = sorted((ROOT / "scripts" / "check").glob("*.py"))
 LESSONS = sorted((ROOT / "scripts" / "lessons").glob("*.py"))
 MINIMAL = sorted((ROOT / "scripts" / "minimal").glob("*.py"))
+WITH_DOCSTRING = ast.Module | ast.ClassDef | ast.FunctionDef
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
     *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
@@ -23,13 +24,11 @@ def code_lines(source):
     """Return (line number, line) of what is neither import, docstring, comment nor blank."""
     skipped = set()
     for node in ast.walk(ast.parse(source)):
-        parts = [node] if isinstance(node, ast.Import | ast.ImportFrom) else []
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
-            node
-        ):
-            parts.append(node.body[0])
-        for part in parts:
-            skipped.update(range(part.lineno, (part.end_lineno or part.lineno) + 1))
+        if isinstance(node, WITH_DOCSTRING) and ast.get_docstring(node):
+            node = node.body[0]
+        elif not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        skipped.update(range(node.lineno, node.end_lineno + 1))
     kept = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in NO_CODE:
@@ -42,27 +41,24 @@ def count(paths):
     return sum(len(code_lines(path.read_text())) for path in paths)
 
 
+def name_of(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+MODULES = {name_of(path) for path in (*ROOT.glob("*.py"), *ROOT.glob("[stu]*/**/*.py"))}
+
+
 def imports(path):
     """Yield each module of this project that a file imports, and whether inside a function."""
     tree = ast.parse(path.read_text())
-    top = {id(node) for node in tree.body}
     for node in ast.walk(tree):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        if isinstance(node, ast.ImportFrom) and node.module:
-            # ``from utils import config`` names a module, ``from utils.config import x`` does, too.
+        if isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for name in names:
-            if module := module_of(name):
-                yield module, id(node) not in top
-
-
-def module_of(name):
-    """Return the module of this project that a dotted name stands for or lies in."""
-    parts = name.split(".")
-    for length in (len(parts), len(parts) - 1):
-        path = ROOT.joinpath(*parts[:length]).with_suffix(".py") if length else ROOT / "-"
-        if path.is_file():
-            return ".".join(parts[:length])
-    return None
+            # ``from utils import config`` names a module, ``from utils.config import x`` does, too.
+            module = name if name in MODULES else name.rpartition(".")[0]
+            if module in MODULES:
+                yield module, node not in tree.body
