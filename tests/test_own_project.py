@@ -8,20 +8,18 @@ import sys
 import pytest
 import torch
 
-from tests.processes import ALTERED, ROOT, run, succeed, summary
+from tests.processes import ROOT, Training, run, succeed, summary
+from tests.test_training import state
 
 COMPARE = ROOT / "scripts/tools/compare.py"
 TECHNIQUES = ("single", "dp", "ddp")
 
 
-def train(technique, own, folder, *flags):
+def train(technique, own, folder, *extra):
     """Train a task of tests/altered.py on two devices, at a global batch of 24."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
-    common = ["--model", "mine", "--dataset", "mine", "--threads", 1, "--no-progress"]
-    size = 24 if technique == "single" else 12
-    script = [ALTERED, f"train_{technique}.py", "--batch-size", size, "--run-dir", folder]
-    command = [*(launcher if technique == "ddp" else []), *script, *common, *flags]
-    return run(sys.executable, *command, ALTER=own)
+    common = ["--model", "mine", "--dataset", "mine"]
+    common += ["--batch-size", 24 if technique == "single" else 12]
+    return Training(folder, folder).run(technique, *common, *extra, ALTER=own)
 
 
 @pytest.mark.slow
@@ -43,8 +41,7 @@ def test_a_regression_has_the_same_losses_in_all_three_and_no_accuracy(tmp_path)
 def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all(tmp_path):
     """Weights that are not finite would end the run; the scale is halved once, from 65,536."""
     succeed(train("ddp", "overflow", tmp_path / "run", "--amp", "fp16", "--max-steps", 5))
-    saved = torch.load(tmp_path / "run" / "checkpoints" / "last.pt", weights_only=True)
-    assert saved["scaler"]["scale"] == 2**15
+    assert state(tmp_path / "run")["scaler"]["scale"] == 2**15
 
 
 @pytest.mark.parametrize("technique", ["single", "ddp"])
@@ -55,7 +52,7 @@ def test_all_state_is_restored_exactly(technique, tmp_path):
         for count in steps:
             flags = ["--max-steps", count, "--amp", "fp16", *["--resume"] * (count != steps[0])]
             ended = succeed(train(technique, "state", tmp_path / name, *flags))
-        parts.append(torch.load(tmp_path / name / "checkpoints" / "last.pt"))
+        parts.append(state(tmp_path / name))
         assert parts[-1].pop("identity")["optimizer"] == "AdamW"
     assert ("all ranks have rank 0's queue" in ended.stdout) == (technique == "ddp")
     assert [*parts[0]["extra"]] == ["ema"]

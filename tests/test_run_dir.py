@@ -13,17 +13,15 @@ import pytest
 
 from tests.processes import (
     ROOT,
+    Training,
     error_line,
     finish,
-    flags,
     free_port,
     ranks,
     run,
-    script,
     start,
     status,
     succeed,
-    summary,
     wait_until,
 )
 from utils.errors import UsageError
@@ -32,7 +30,6 @@ from utils.progress import Progress
 from utils.run_dir import Status, open_run
 
 LINEAR = ["--model", "linear", "--no-tensorboard"]
-NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a file system")
 FLAGS = {"lr": 0.1}
 
 
@@ -216,25 +213,26 @@ def test_metrics_keep_the_complete_rows_up_to_the_checkpoint(tmp_path):
 
 def test_a_start_that_fails_leaves_no_run_that_looks_killed(synthetic_dir, tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
-    words = script("train_single.py", *flags(synthetic_dir, tmp_path, *LINEAR))
-    assert "metrics.jsonl: Is a directory" in error_line(run(*words), 1)
+    ended = Training(synthetic_dir, tmp_path).run("single", *LINEAR)
+    assert "metrics.jsonl: Is a directory" in error_line(ended, 1)
     assert not (tmp_path / "status.json").exists()
 
 
-def test_a_resume_says_what_is_other_than_before(short_dir, tmp_path):
-    words = script("train_single.py", *flags(short_dir, tmp_path / "run", *LINEAR), "--batch-size")
-    said = succeed(run(*words, 96, "--epochs", 6, "--max-steps", 15)).stdout
-    assert "note " not in said
-    said = succeed(run(*words, 48, "--epochs", 3, "--max-steps", 50, "--resume")).stdout
+def test_a_resume_says_what_is_other_than_before(training):
+    def train(batch_size, *extra):
+        ended = training.run("single", *LINEAR, "--batch-size", batch_size, *extra)
+        return succeed(ended).stdout
+
+    assert "note " not in train(96, "--epochs", 6, "--max-steps", 15)
+    said = train(48, "--epochs", 3, "--max-steps", 50, "--resume")
     note = "epochs 3.0, was 6.0; max-steps 50, was 15; batch-size 48, was 96;"
     assert f"note    {note} global-batch-size 48, was 96\n" in said
     assert "rate    0.05 at the peak\n" in said
-    said = succeed(run(*words, 1900, "--epochs", 1, "--resume")).stdout
     advice = "raise --epochs or --max-steps; epochs 1.0, was 3.0; "
+    said = train(1900, "--epochs", 1, "--resume")
     assert f"is complete: nothing to resume ({advice}" in said
 
 
-@NEEDS_ROOT
 @pytest.mark.parametrize("when", ["at the start", pytest.param("later", marks=pytest.mark.slow)])
 def test_a_full_disk_is_one_line_and_costs_no_checkpoint(when, short_dir, tmp_path):
     disk = tmp_path / "disk"
@@ -243,21 +241,22 @@ def test_a_full_disk_is_one_line_and_costs_no_checkpoint(when, short_dir, tmp_pa
     if mounted.returncode != 0:
         pytest.skip(f"needs to mount: {mounted.stderr.strip()}")
     try:
+        training = Training(short_dir, disk / "run")
         # 1.2 million weights and as many of momentum: 9.6 MB a checkpoint.
         extra = ["--model", "basic", "--batch-size", 16, "--no-tensorboard", "--max-steps"]
-        words = script("train_single.py", *flags(short_dir, disk / "run", *extra))
-        succeed(run(*words, 2))
+        succeed(training.run("single", *extra, 2))
         left = 12_000_000 if when == "later" else 0  # for one more checkpoint
         space = os.statvfs(disk)
         (disk / "rest").write_bytes(bytes(max(0, space.f_bavail * space.f_frsize - left)))
-        more = [*words, 9, "--resume", "--save-every-steps", 3]
-        ended = run(*more)  # 2 if no folder could be made, 1 if the run could not write to it
+        extra += [9, "--resume", "--save-every-steps", 3]
+        ended = training.run("single", *extra)
+        # 2 if no folder could be made, 1 if the run could not write to it
         assert "No space left on device" in error_line(ended, ended.returncode)
         assert ended.returncode in (1, 2)
         if when == "later":
             assert "last.pt: No space left on device; earlier checkpoints are whole" in ended.stderr
         (disk / "rest").unlink()
-        succeed(run(*more))
-        assert summary(disk / "run")["resumed_from"] in (2, 3)
+        succeed(training.run("single", *extra))
+        assert training.summary["resumed_from"] in (2, 3)
     finally:
         run("umount", disk)
