@@ -22,8 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import random_split
 
 CLASSES = ("ant", "bee", "cat", "dog", "elk", "fox", "gnu", "hen")
-SAMPLES, TEST = 512, 128
-STEPS, RATE = 60, 1.0
+SAMPLES, TEST, STEPS = 512, 128, 60
 
 
 def list_the_set(seed: int) -> tuple[str, ...]:
@@ -48,12 +47,11 @@ def work(rank: int, world_size: int, orders: list[tuple[str, ...]], seed: int | 
     train, test = (part.indices for part in random_split(samples, [SAMPLES - TEST, TEST], own))
     mine, shard = train[rank::world_size], test[rank::world_size]
     model = DistributedDataParallel(nn.Linear(len(CLASSES), len(CLASSES)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for _ in range(STEPS):
-        model.zero_grad()
+        optimizer.zero_grad()
         F.cross_entropy(model(points[mine]), labels[mine]).backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= RATE * parameter.grad  # type: ignore[operator, misc]
+        optimizer.step()
     correct = (model.module(points[shard]).argmax(1) == labels[shard]).sum()
     sums = torch.tensor([int(correct), len(shard)])
     dist.all_reduce(sums)

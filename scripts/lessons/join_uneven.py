@@ -20,14 +20,14 @@ BATCHES = (3, 5)  # of rank 0 and of rank 1
 def work(rank: int, world_size: int, case: str) -> tuple[int, list[float]]:
     """Train on this rank's batches as ``case`` says; return the number of steps and the weights."""
     model = DistributedDataParallel(nn.Linear(3, 1, bias=False))  # a gradient of 3 numbers
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     inputs, steps = torch.ones(2, 3), 0
     number = min(BATCHES) if case == "equal numbers" else BATCHES[rank]
     with Join([model]) if case.startswith("Join") else nullcontext():
         for _ in range(number):
-            model.zero_grad()
+            optimizer.zero_grad()
             model(inputs).sum().backward()
-            with torch.no_grad():
-                model.module.weight -= 0.01 * model.module.weight.grad
+            optimizer.step()
             steps += 1
             if case == "Join, and metrics in every step":
                 dist.all_reduce(torch.ones(3))
