@@ -33,14 +33,13 @@ def data(knob: str) -> Batch:
 
 def update(model: nn.Module, batch: Batch, rate: float, weight: float = 1.0) -> Tensor:
     """Make a step of plain SGD; return the change of the weights."""
-    model.zero_grad()
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    optimizer.zero_grad()
     torch.manual_seed(2)  # dropout draws from here
     (weight * F.cross_entropy(model(batch[0]), batch[1])).backward()
-    with torch.no_grad():
-        before = nn.utils.parameters_to_vector(model.parameters())
-        for parameter in model.parameters():
-            parameter -= rate * parameter.grad  # type: ignore[operator, misc]
-        return nn.utils.parameters_to_vector(model.parameters()) - before
+    before = nn.utils.parameters_to_vector(model.parameters())
+    optimizer.step()
+    return (nn.utils.parameters_to_vector(model.parameters()) - before).detach()
 
 
 def on_ranks(rank: int, world_size: int) -> dict[str, Tensor]:

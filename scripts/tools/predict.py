@@ -84,18 +84,20 @@ def read_picture(path: Path, test_set: Any) -> Tensor:
     try:
         from PIL import Image
     except ImportError as error:
-        raise UsageError("needs Pillow: pip install pillow") from error
+        raise UsageError("a picture needs Pillow: pip install pillow") from error
     try:
         # No other formats: for EPS Pillow would start Ghostscript.
         with Image.open(path, formats=("PNG", "JPEG")) as file:
             picture = file.convert("RGB")
     except Exception as error:  # a damaged image fails in many ways
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        raise UsageError(f"cannot be read as a PNG or JPEG ({reason})") from error
+        raise UsageError(f"{path} cannot be read as a PNG or JPEG ({reason})") from error
     if isinstance(test_set, data.SampleSet):
         transform = getattr(test_set.dataset, "transform", None)
         if transform is None:
-            raise UsageError("has no way into this data set, which has no transform: pass --test")
+            raise UsageError(
+                "a picture has no way into a data set without a transform: pass --test"
+            )
         return transform(picture)[None]
     *channels, height, width = test_set.images.shape[1:]
     picture = picture.convert("RGB" if channels == [3] else "L").resize((width, height))
@@ -213,20 +215,14 @@ def run(args: argparse.Namespace) -> int:
     device = select_devices(args.device)[0]
     setup_device(device, args.threads)
     trained = load(args.model, device, args.data_dir)
-    status = 0
     for path in args.images:
-        try:
-            image = read_picture(path, trained.test_set)
-        except UsageError as error:  # the other images can still be read
-            print(f"predict.py: error: {printable(str(path))} {error}", file=sys.stderr)
-            status = error.exit_status
-            continue
+        image = read_picture(path, trained.test_set)
         outputs, label = trained.ask(image, data.read_batch(trained.test_set, [0])[1])
         names = class_names(trained, outputs, label)
         print(f"{printable(str(path))}: {describe(outputs[0].cpu(), names)}")
     if args.test:
         run_test(trained)
-    return status
+    return 0
 
 
 def main() -> int:

@@ -299,17 +299,16 @@ def read_trace(path: Path) -> Trace:
 
 def describe(result: dict[str, Any]) -> str:
     """Return the shares as a table for the console."""
-    notes = {}
-    if result["communication_parts"]:
-        parts = result["communication_parts"].items()
-        notes["communication"] = ", ".join(f"{p.replace('_', ' ')} {s:.1%}" for p, s in parts)
-        hidden = result["communication_total"] - result["shares"]["communication"]
-        if hidden >= 0.0005:
-            notes["communication"] += f"; hidden {hidden:.1%} more"
+    parts, shares = result["communication_parts"].items(), result["shares"]
+    note = ", ".join(f"{part.replace('_', ' ')} {share:.1%}" for part, share in parts)
+    hidden = result["communication_total"] - shares["communication"]
+    if hidden >= 0.0005:
+        note += f"; hidden {hidden:.1%} more"
     milliseconds, clock = 1e3 * result["step_seconds"], result["timeline"]
     lines = [f"profile of {result['steps']} steps, {milliseconds:.2f} ms each, on the {clock}:"]
-    for name, share in result["shares"].items():
-        lines.append(f"  {name:<13} {share:>6.1%}  {notes.get(name, '')}".rstrip())
+    for name, share in shares.items():
+        told = note if name == "communication" else ""
+        lines.append(f"  {name:<13} {share:>6.1%}  {told}".rstrip())
     return "\n".join(lines)
 
 
