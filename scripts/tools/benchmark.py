@@ -105,7 +105,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--seconds", type=config.POSITIVE, default=3.0, help="seconds to time in a run")
     add("--time-limit", type=config.POSITIVE, default=300.0, help="seconds for a run")
     add("--device", choices=["auto", "cpu", "cuda", "xpu"], default="auto")
-    add("--dataset", choices=list(data.SOURCES), help="default: mnist if present")
+    add("--dataset", choices=list(data.SOURCES), default="mnist")
     add("--data-dir", default="data")
     add("--output", type=Path, help="folder (default: a new one below runs/)")
     end = argv.index("--") if "--" in argv else len(argv)
@@ -164,21 +164,6 @@ def plan(args: argparse.Namespace) -> list[tuple[str, int, list[Setting]]]:
                     settings.append(Setting("single", model, 1, several[2], n * several[3]))
             tables.append((scaling, size, settings))
     return tables
-
-
-def choose_dataset(args: argparse.Namespace) -> int:
-    """Load the data set, and return the number of its training images.
-
-    Speed does not depend on what the images show. So without ``--dataset`` nothing is downloaded:
-    if MNIST is not there, drawn digits are measured.
-    """
-    if args.dataset is None:
-        folder = Path(args.data_dir) / data.SOURCES["mnist"].folder
-        is_there = any(folder.glob("raw/*")) or any(folder.glob("*.pt"))
-        args.dataset = "mnist" if is_there else "synthetic"
-        if not is_there:
-            print(f"No MNIST in {args.data_dir}: measuring with drawn digits.", file=sys.stderr)
-    return len(data.load_dataset(args.dataset, args.data_dir)[0])
 
 
 def build_command(setting: Setting, args: argparse.Namespace, steps: int) -> list[Any]:
@@ -331,7 +316,7 @@ def describe(args: argparse.Namespace) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, report, and return the exit status."""
-    args.train_size = choose_dataset(args)
+    args.train_size = len(data.load_dataset(args.dataset, args.data_dir)[0])
     devices = args.counts[-1]
     largest = max([*args.global_batch_sizes, *(devices * size for size in args.batch_sizes)])
     if args.train_size // largest <= WARMUP_STEPS:
