@@ -15,13 +15,13 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from subprocess import DEVNULL, Popen
 from typing import Any
 
 import verdict
@@ -34,13 +34,16 @@ MOST_RANKS = 8
 LAUNCHERS = re.compile(  # variables of launchers, which a script must not find here
     "RANK$|WORLD_SIZE$|LOCAL_|GROUP_|NODE_RANK|MASTER_|TORCHELASTIC|CUDA_VIS|SLURM(?!_CPUS)|OMPI|PMI"
 )
+SETTINGS = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+SETTINGS |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+SETTINGS |= {"TORCH_DISTRIBUTED_DEBUG": "INFO"}  # DDP names the parameters that it missed
 
 
 class Ranks:
     """Processes with torch loaded, one for each rank. Each script runs in forks of them."""
 
     def __init__(self) -> None:
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[Popen[bytes]] = []
         self.connections: list[Connection] = []
         self.home = os.path.realpath(tempfile.mkdtemp(prefix="check-"))
 
@@ -63,25 +66,22 @@ class Ranks:
         """Have at least as many processes as ranks. They differ in the order of sets of strings."""
         if any(process.poll() is not None for process in self.processes):
             self.stop()
-        kept = {k: v for k, v in os.environ.items() if not LAUNCHERS.search(k)}
-        kept |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "MPLBACKEND": "Agg"}
-        kept["TORCH_DISTRIBUTED_DEBUG"] = "INFO"  # DDP names the parameters that it missed
+        kept = {name: value for name, value in os.environ.items() if not LAUNCHERS.search(name)}
         new = range(len(self.processes), count)
         for rank in new:
             ours, theirs = Pipe()
-            own = {"PYTHONHASHSEED": str(rank + 1), "CUDA_VISIBLE_DEVICES": ""}
-            # A session of its own, so that what it starts ends with it.
-            how = {"pass_fds": [theirs.fileno()], "start_new_session": True}
-            how |= {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "env": kept | own}
             command = [sys.executable, str(PROBE), str(theirs.fileno())]
-            self.processes.append(subprocess.Popen(command, **how))  # type: ignore[call-overload]
+            # A session of its own, so that what it starts ends with it.
+            how: dict[str, Any] = {"start_new_session": True, "pass_fds": [theirs.fileno()]}
+            how["env"] = kept | SETTINGS | {"PYTHONHASHSEED": str(rank + 1)}
+            self.processes.append(Popen(command, stdin=DEVNULL, stdout=DEVNULL, **how))
             self.connections.append(ours)
             theirs.close()
         for rank in new:
-            if not self.connections[rank].poll(180) or self.processes[rank].poll() is not None:
-                print("could not run your script: the check's own ranks did not start: see above")
-                sys.exit(3)
-            self.connections[rank].recv()
+            # A rank that does not start has told why. To run the script then fails.
+            if self.connections[rank].poll(180):
+                with contextlib.suppress(EOFError, OSError):
+                    self.connections[rank].recv()
 
     def check(
         self,
@@ -100,72 +100,68 @@ class Ranks:
             folder: that in which the script runs, or the current one.
             module: the script's name as a module.
         """
-        began, script, mode = time.monotonic(), script.resolve(), "torchrun"
-        folder = (folder or Path.cwd()).resolve()
+        began, script, folder = time.monotonic(), script.resolve(), (folder or Path.cwd()).resolve()
         home = _home(script, folder)
         folder = folder if folder.is_relative_to(home) else script.parent
-        tried = []
-        while True:
-            tried.append((ranks, mode))
+        about: dict[str, Any] = {"nodes": nodes, "limit": limit, "arguments": arguments}
+        about |= {"script": str(script.relative_to(home)), "folder": str(folder.relative_to(home))}
+        about |= {"module": module, "polls": "while not os.path" in _text(script)}
+        tried: list[tuple[int, str]] = []
+        wanted = (ranks, "torchrun")
+        while wanted not in tried and 2 <= wanted[0] <= MOST_RANKS and wanted[0] % nodes == 0:
+            tried.append(wanted)
             root = Path(tempfile.mkdtemp(dir=self.home), "code")
             copy_code(home, root)
-            self.start(ranks)
-            request = {"root": str(root), "script": str(root / script.relative_to(home))}
-            request |= {"folder": str(root / folder.relative_to(home)), "module": module}
-            about: dict[str, Any] = {"nodes": nodes, "limit": limit}
-            about |= {"world": ranks, "mode": mode, "arguments": arguments}
-            for rank, connection in enumerate(self.connections[:ranks]):
-                connection.send({**request, **about, "rank": rank})
-            job = Job(self.connections[:ranks], limit)
+            about |= {"world": wanted[0], "mode": wanted[1], "root": str(root)}
+            self.start(wanted[0])
+            job = Job(self.connections[: wanted[0]], about)
             if not job.follow():
                 self.stop()
-            report = {**job.report(root), **about, "script": script.name}
+            about |= job.report(root)
             shutil.rmtree(root.parent, ignore_errors=True)
-            again = [end for end in report["ends"].values() if end["how"] == "again"]
-            ranks, mode = next(((end["ranks"], end["mode"]) for end in again), tried[-1])
-            if (ranks, mode) in tried or not 2 <= ranks <= MOST_RANKS or ranks % nodes:
-                report["polls"] = "while not os.path" in script.read_text(errors="replace")
-                return verdict.judge({**report, "seconds": time.monotonic() - began})
+            wanted = next((end["wants"] for end in job.ends.values() if "wants" in end), wanted)
+        return verdict.judge(about | {"seconds": time.monotonic() - began})
 
 
 class Job:
     """One run of a script: answer the ranks' collectives, and gather what they tell."""
 
-    def __init__(self, connections: list[Connection], limit: float) -> None:
-        self.connections, self.limit = connections, limit
-        self.deadline = time.monotonic() + limit
-        self.waiting: dict[int, tuple[str, tuple[int, ...], dict[str, Any], str]] = {}
+    def __init__(self, connections: list[Connection], request: dict[str, Any]) -> None:
+        self.connections, self.limit = connections, request["limit"]
+        self.deadline = time.monotonic() + self.limit
+        self.waiting: dict[int, dict[str, Any]] = {}  # the ranks' calls
         self.ends: dict[int, dict[str, Any]] = {}
         self.events: list[dict[str, Any]] = []
+        for rank, connection in enumerate(connections):
+            with contextlib.suppress(OSError):
+                connection.send(request | {"rank": rank})
 
     def follow(self) -> bool:
         """Return whether all ranks ended by themselves."""
         left = {connection: rank for rank, connection in enumerate(self.connections)}
         while left:
             ready: list[Any] = wait(left, max(self.deadline - time.monotonic(), 0))
-            for item in ready:
+            for connection in ready:
                 try:
-                    kind, what = item.recv()
+                    told = connection.recv()
                 except (EOFError, OSError):
-                    kind, what = "over", None
-                self._read(left[item], kind, what)
-                if kind == "over":
-                    del left[item]
+                    told = {"kind": "over"}
+                rank = left[connection]
+                if told["kind"] == "over":
+                    died = {"how": "error", "message": "the process died", "line": ""}
+                    self.ends.setdefault(rank, died)
+                    del left[connection]
+                elif told["kind"] == "end":
+                    self.ends[rank] = told
+                elif told["kind"] == "call":
+                    self.waiting[rank] = told
+                else:
+                    self.events.append(told)
             if not ready:
                 self.ends |= {rank: {"how": "time"} for rank in left.values()}
                 return False
             self._resolve()
         return True
-
-    def _read(self, rank: int, kind: str, what: Any) -> None:
-        if kind == "call":
-            self.waiting[rank] = what
-        elif kind == "over":
-            self.ends.setdefault(rank, {"how": "error", "message": "the process died", "line": ""})
-        elif what["kind"] == "end":
-            self.ends[rank] = what
-        else:
-            self.events.append(what)
 
     def _answer(self, ranks: Any, answer: str) -> None:
         for rank in list(ranks):
@@ -175,18 +171,20 @@ class Job:
 
     def _resolve(self) -> None:
         """Let a collective begin for which all its ranks have come, or find why it never will."""
-        for rank, (name, members, signature, _) in list(self.waiting.items()):
-            calls = [self.waiting[member] for member in members if member in self.waiting]
-            complete = len(calls) == len(members) and all(call[1] == members for call in calls)
-            if rank not in self.waiting or not complete:
+        for name, ranks in [(call["name"], call["ranks"]) for call in self.waiting.values()]:
+            calls = [self.waiting[rank] for rank in ranks if rank in self.waiting]
+            if len(calls) < len(ranks) or any(call["ranks"] != ranks for call in calls):
                 continue
-            if name == "init_process_group" and all(call[0] == name for call in calls):
-                if sorted(call[2]["rank"] for call in calls) != list(range(len(calls))):
+            facts = [call["facts"] for call in calls]
+            if any(call["name"] != name for call in calls):
+                return self._disagree("other collectives")
+            if name == "init_process_group":
+                if sorted(own["rank"] for own in facts) != ranks:
                     return self._disagree("equal ranks")
-            elif any(call[0] != name or call[2] != signature for call in calls):
+            elif any(own != facts[0] for own in facts):
                 return self._disagree("other collectives")
             late = time.monotonic() > self.deadline - 0.4 * self.limit
-            self._answer(members, "cut" if late else "go")
+            self._answer(ranks, "cut" if late else "go")
         if self.waiting and len(self.waiting.keys() | self.ends.keys()) == len(self.connections):
             if all(end["how"] == "ended" for end in self.ends.values()):
                 self._disagree("a rank stops alone" if self.ends else "other collectives")
@@ -194,25 +192,22 @@ class Job:
                 self._answer(self.waiting, "stop")
 
     def _disagree(self, kind: str) -> None:
-        calls = sorted(self.waiting.items())
-        told = [
-            f"rank {rank} calls {name}({', '.join(f'{key}={own[key]}' for key in own)}) at {line}"
-            for rank, (name, _, own, line) in calls
-        ]
+        calls = [call for _, call in sorted(self.waiting.items())]
+        told = [f"rank {call['rank']} calls {call['what']} at {call['line']}" for call in calls]
         told += [f"rank {rank} has ended" for rank in sorted(self.ends)]
-        facts = {"rank": calls[0][0], "clock": 0, "line": calls[0][1][3], "what": "; ".join(told)}
-        self.events.append({"kind": kind, **facts})
+        self.events.append(calls[0] | {"kind": kind, "what": "; ".join(told)})
         self._answer(self.waiting, "stop")
 
     def report(self, root: Path) -> dict[str, Any]:
         """Return what the ranks told, and where they stood shortly before the end of their time."""
-        own, stands = re.compile(rf'File "{re.escape(str(root))}/([^"]+)", line (\d+)'), {}
-        for rank in sorted(rank for rank, end in self.ends.items() if end["how"] == "time"):
-            place = own.search(_text(root / f".stack{rank}"))
-            stands[rank] = ":".join(place.groups()) if place else "outside of its own files"
-        outputs = [_text(root / f".out{rank}")[-3000:] for rank in range(len(self.connections))]
-        told = {"events": self.events, "ends": self.ends}
-        return {**told, "outputs": outputs, "stands": stands}
+        stood = re.compile(rf'Timeout \(.*?File "{re.escape(str(root))}/([^"]+)", line (\d+)', re.S)
+        for rank, end in self.ends.items():
+            output = _text(root / f".out{rank}")
+            end["output"] = (output.strip().splitlines() or [""])[-1][:200]
+            if end["how"] == "time":
+                place = stood.search(output)
+                end["line"] = ":".join(place.groups()) if place else "outside of its own files"
+        return {"events": self.events, "ends": self.ends}
 
 
 def _text(path: Path) -> str:

@@ -2,7 +2,6 @@
 
 import contextlib
 import faulthandler
-import importlib
 import os
 import pickle
 import random
@@ -17,81 +16,73 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import MagicMock
 
+import devices
+import files
 import numpy as np
 import record
+import shares
+import source
 import torch
 import torch.multiprocessing as mp
+import training
 from record import around, state
 
-OWN = ("source", "shares", "devices", "files", "training")
-PRELOADED = ("torch._dynamo", "torch.distributed.optim", "torch.distributed.fsdp", "torchvision")
-_processes: list[Any] = []  # those that the script started, each of which is a rank
+OWN = (devices, files, record, shares, source, training)
+torch_spawn = sys.modules["torch.multiprocessing.spawn"]  # which the function's name hides
+_started: list[BaseProcess] = []  # by the script: each is a rank
 
 
 def serve(connection: Connection) -> None:
     """Run one script after another, each in a process of its own."""
-    for name in PRELOADED:
-        with contextlib.suppress(ImportError):
-            __import__(name)
     connection.send("ready")
     with contextlib.suppress(EOFError):
         while True:
             request = connection.recv()
             if not os.fork():
-                try:
-                    run(connection, request)
-                finally:  # an error of the check itself, which is in the script's output
-                    traceback.print_exc()
-                    record.exit_now(1)
+                run(connection, request)
             os.wait()
-            connection.send(("over", None))
+            connection.send({"kind": "over"})
 
 
-def run(connection: Connection, request: dict[str, Any]) -> None:
-    """Run the script as this rank, and never return."""
-    vars(state).update({name: request[name] for name in ("root", "rank", "world", "nodes", "mode")})
+def run(connection: Connection, request: dict[str, Any]) -> NoReturn:
+    """Run the script as this rank."""
+    vars(state).update(request, connection=connection)
     state.each = state.world // state.nodes
-    state.node = state.rank // state.each
-    state.connection, state.is_parent = connection, state.mode == "spawn"
+    state.node, local = divmod(state.rank, state.each)
+    state.is_parent = state.mode == "spawn"
     out = os.open(f"{state.root}/.out{state.rank}", os.O_WRONLY | os.O_CREAT)
-    for number, target in ((0, os.open(os.devnull, os.O_RDONLY)), (1, out), (2, out)):
-        os.dup2(target, number)
-    stacks = open(f"{state.root}/.stack{state.rank}", "w")  # noqa: SIM115
-    faulthandler.dump_traceback_later(0.9 * request["limit"], file=stacks)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    faulthandler.dump_traceback_later(0.9 * request["limit"])
     signal.alarm(int(request["limit"]) + 60)  # if nobody is left who would end this process
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    given: dict[str, Any]
-    given = {"RANK": state.rank, "WORLD_SIZE": state.world, "LOCAL_RANK": state.rank % state.each}
-    given |= {"LOCAL_WORLD_SIZE": state.each, "GROUP_RANK": state.node, "NODE_RANK": state.node}
-    given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500, "TORCHELASTIC_RUN_ID": "check"}
-    given = {"TMPDIR": state.root} | ({} if state.is_parent else given)
-    os.environ.update({name: str(value) for name, value in given.items()})
-    os.chdir(request["folder"])
-    path, module, home = request["script"], request["module"], os.path.dirname(__file__)
+    launched: dict[str, Any] = {"RANK": state.rank, "WORLD_SIZE": state.world, "LOCAL_RANK": local}
+    launched |= {"LOCAL_WORLD_SIZE": state.each, "GROUP_RANK": state.node, "NODE_RANK": state.node}
+    launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500, "TORCHELASTIC_RUN_ID": "check"}
+    for name, value in launched.items() if state.mode == "torchrun" else ():
+        os.environ[name] = str(value)
+    os.environ["TMPDIR"] = state.root
+    del os.environ["CUDA_VISIBLE_DEVICES"]
+    os.chdir(f"{state.root}/{request['folder']}")
+    path, module = f"{state.root}/{request['script']}", request["module"]
     sys.argv = [path, *(item.replace("{node}", str(state.node)) for item in request["arguments"])]
-    first = request["folder"] if module else os.path.dirname(path)
-    torch.set_num_threads(1)
+    sys.path[0] = os.getcwd() if module else os.path.dirname(path)
+    for own in OWN:  # the script may have modules of these names
+        del sys.modules[own.__name__]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__file__, main.__package__ = path, module.rpartition(".")[0] or None
+    os._exit = _leave  # type: ignore[assignment]
     _seed()
-    own = {name: importlib.import_module(name) for name in OWN}
-    for name in (*OWN, "record"):  # the script may have modules of these names
-        del sys.modules[name]
-    sys.path[:] = [first, *(item for item in sys.path if item != home)]
-    main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=path, __builtins__=__builtins__, __cached__=None)
-    main.__package__ = module.rpartition(".")[0] or None
-    sys.modules["__main__"] = main
-    os._exit = _leaves  # type: ignore[assignment]
     try:
-        exec(own["source"].compiled(Path(path).read_bytes(), path), main.__dict__)
-        _run_processes()
+        exec(source.compiled(Path(path).read_bytes(), path), vars(main))
+        _run_started()
     except SystemExit as leaving:
-        _leaves(leaving.code)
+        _leave(leaving.code)
     except BaseException as error:
-        _failed(error, own["training"].wrappers)
-    _leaves(0)
+        _fail(error)
+    _leave(0)
 
 
-def _leaves(code: Any) -> NoReturn:
+def _leave(code: Any) -> NoReturn:
     if code in (None, 0):
         record.leave("ended")
     record.leave("error", message=f"it ended with exit status {code}")
@@ -102,30 +93,28 @@ def _seed() -> None:
         seeding()  # type: ignore[operator]
 
 
-def _failed(error: BaseException, wrappers: list[Any]) -> None:
+def _fail(error: BaseException) -> NoReturn:
     """Report an exception, with the script's own line. What it means is the verdict's affair."""
     traceback.print_exception(error)
-    places = [(str(f.filename), f.lineno) for f in traceback.extract_tb(error.__traceback__)]
-    own = [(name, line) for name, line in places if name.startswith(state.root)]
-    message = f"{type(error).__name__}: {error}"[:2000]
+    message, line = f"{type(error).__name__}: {error}"[:2000], ""
     if isinstance(error, ModuleNotFoundError):
         message = f"it needs the package {error.name}, which is not installed here"
-    record.leave(
-        "error",
-        message=message,
-        calls=[item.calls for item in wrappers],
-        line=f"{os.path.relpath(own[-1][0], state.root)}:{own[-1][1]}" if own else "",
-    )
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename.startswith(state.root):
+            line = f"{os.path.relpath(frame.filename, state.root)}:{frame.lineno}"
+    calls = [item.calls for item in training.wrappers]
+    record.leave("error", message=message, calls=calls, line=line)
 
 
-@contextlib.contextmanager
-def _as_a_rank(count: int) -> Any:
-    """Be the process of this rank. What follows in the parent is left to rank 0."""
-    if state.mode != "spawn" or count != state.each:
-        record.again(count * state.nodes, "spawn")
+def _run_as_rank(processes: list[Any]) -> None:
+    """Be one of the processes that the script starts. Rank 0 is their parent afterwards, too."""
+    if state.mode != "spawn" or len(processes) != state.each:
+        record.again(len(processes) * state.nodes, "spawn")
     state.is_parent = False
     _seed()
-    yield state.rank % count
+    process = processes[state.rank % state.each]
+    process._args = _sent([own._args for own in processes])[state.rank % state.each]
+    process.run()
     if state.rank:
         record.leave("ended")
     state.is_parent = True
@@ -143,15 +132,14 @@ def _sent(given: Any) -> Any:
     return given
 
 
+@around(mp, torch_spawn)
 def spawn(real: Any, fn: Any, args: Any = (), nprocs: int = 1, *more: Any, **keywords: Any) -> Any:
     """Stand for ``mp.spawn``: this process is the rank with its number."""
-    with _as_a_rank(nprocs) as index:
-        fn(index, *_sent(args))
+    _run_as_rank([mp.Process(target=fn, args=(index, *args)) for index in range(nprocs)])
     return types.SimpleNamespace(join=lambda *args, **keywords: True, processes=[])
 
 
-around(mp, sys.modules["torch.multiprocessing.spawn"])(spawn)
-around(mp, sys.modules["torch.multiprocessing.spawn"], name="start_processes")(spawn)
+around(mp, torch_spawn, name="start_processes")(spawn)
 
 
 @around(BaseProcess)
@@ -159,12 +147,12 @@ def start(real: Any, self: Any) -> None:
     if state.groups or not record.called_by_script():
         return real(self)
     self._popen = MagicMock(**{"poll.return_value": 0})
-    _processes.append(self)
+    _started.append(self)
 
 
 @around(BaseProcess)
 def join(real: Any, self: Any, timeout: Any = None) -> None:
-    _run_processes()
+    _run_started()
     real(self, timeout)
 
 
@@ -174,14 +162,11 @@ def barrier(real: Any, self: Any, timeout: Any = None) -> int:
     return state.rank
 
 
-def _run_processes() -> None:
-    started = list(_processes)
-    _processes.clear()
-    if started:
-        with _as_a_rank(len(started)) as index:
-            given = _sent([process._args for process in started])
-            started[index]._args = given[index]
-            started[index].run()
+def _run_started() -> None:
+    processes = list(_started)
+    _started.clear()
+    if processes:
+        _run_as_rank(processes)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,18 @@ one, or none, is seen at once, without a timeout.
 
 import contextlib
 import functools
+import importlib
 import inspect
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
+
+# Loaded once for all scripts, and before the check replaces any function.
+for _name in ("torch._dynamo", "torch.distributed.optim", "torch.distributed.fsdp", "torchvision"):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(_name)
 
 
 class Nested:
@@ -32,7 +38,7 @@ class State:
     connection: Any = None
     rank, world, nodes = 0, 2, 1
     each, node = 2, 0  # ranks of each host, and the host of this one
-    root = ""  # of the copy in which the script runs
+    root = "no script yet"  # the copy in which the script runs
     mode = "torchrun"  # or "spawn"
     is_parent = False  # before mp.spawn has started the ranks
     clock = 0  # collectives that this rank has completed
@@ -92,14 +98,14 @@ def tell(kind: str, **facts: Any) -> None:
     clock = state.clock + (state.rank + 1) / 100 if state.locks else state.clock
     event = {"kind": kind, "rank": state.rank, "clock": clock, "line": next(frames(), "")}
     with _lock:
-        state.connection.send(("event", event | facts))
+        state.connection.send(event | facts)
 
 
-def call(name: str, ranks: list[int] | None = None, **signature: Any) -> None:
+def call(name: str, ranks: list[int] | None = None, /, **facts: Any) -> None:
     """Announce a collective, and wait until all its ranks have announced theirs."""
+    what = f"{name}({', '.join(f'{key}={value}' for key, value in facts.items())})"
     with _lock:
-        members = tuple(range(state.world) if ranks is None else ranks)
-        state.connection.send(("call", (name, members, signature, next(frames(), "?"))))
+        tell("call", name=name, ranks=ranks or list(range(state.world)), facts=facts, what=what)
         answer = state.connection.recv()
     if answer == "stop":
         leave("stopped")
@@ -111,7 +117,7 @@ def leave(how: str, **facts: Any) -> NoReturn:
     """End this process. No exception, since the script could catch it."""
     for finish in at_the_end:
         finish()
-    tell("end", **{"how": how, "line": "", **facts})
+    tell("end", how=how, **facts)
     with contextlib.suppress(Exception):  # the script may have replaced it
         sys.stdout.flush()
     exit_now(0)
@@ -120,4 +126,4 @@ def leave(how: str, **facts: Any) -> NoReturn:
 def again(ranks: int, mode: str) -> NoReturn:
     """Leave, since the script wants other processes than it was given."""
     told = f"it starts {ranks} processes: give it arguments with which it starts {state.world}"
-    leave("again", ranks=ranks, mode=mode, message=f"{told}, or give --ranks")
+    leave("again", wants=(ranks, mode), message=f"{told}, or give --ranks")

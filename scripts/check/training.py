@@ -1,11 +1,10 @@
 """Watch training: its process group, its wrapper, its optimizers, and what came between steps."""
 
 import contextlib
-import inspect
 import os
 import re
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import devices
@@ -97,7 +96,7 @@ def _announce(name: str) -> None:
 
 
 for _name, _function in list(vars(dist).items()):
-    if COLLECTIVE.search(_name) and inspect.isfunction(_function) and _name[0] != "_":
+    if COLLECTIVE.search(_name) and type(_function) is FunctionType and _name[0] != "_":
         _announce(_name)
 dist.is_nccl_available = lambda: True
 

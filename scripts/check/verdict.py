@@ -276,11 +276,12 @@ def _could_not(report: Facts, kinds: set[str]) -> str:
                 if how != "error":
                     return said
                 real = " (it needs a real GPU)" if NO_GPU.search(message) else ""
-                tail = (report["outputs"][rank].strip().splitlines() or [""])[-1][:200]
-                at = f" at {end['line']}" if end["line"] else f", whose last line was: {tail}"
+                last = f", whose last line was: {end['output']}"
+                at = f" at {end['line']}" if end["line"] else last
                 return f"{said}{real}, on rank {rank}{at}"
-    if stands := report["stands"]:
-        places = ", ".join(f"rank {rank} at {place}" for rank, place in stands.items())
+    late = {rank: end for rank, end in sorted(report["ends"].items()) if end["how"] == "time"}
+    if late:
+        places = ", ".join(f"rank {rank} at {end['line']}" for rank, end in late.items())
         return f"not done after {report['limit']:.0f} s (--limit): {places}"
     if _told(report, *CONFLICTS):
         return ""
