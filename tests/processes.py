@@ -156,12 +156,6 @@ def command(technique, processes, *flags):
     return script(f"train_{technique}.py", *replicas, *flags)
 
 
-def through_altered(words):
-    """Return a training command in which tests/altered.py runs the script."""
-    at = next(i for i, word in enumerate(words) if isinstance(word, Path))
-    return [*words[:at], ALTERED, words[at].name, *words[at + 1 :]]
-
-
 def flags(data_dir, run_dir, *extra):
     return ["--dataset", "synthetic", "--data-dir", data_dir, "--run-dir", run_dir, *extra]
 
@@ -266,7 +260,9 @@ class Training:
 
     def start(self, technique, *extra, processes=2, real=False, **variables):
         words = self.command(technique, *extra, processes=processes)
-        words = through_altered(words) if "ALTER" in variables else words
+        if "ALTER" in variables:
+            at = next(i for i, word in enumerate(words) if isinstance(word, Path))
+            words[at : at + 1] = ALTERED, words[at].name
         return start(*words, real=real, **variables)
 
     def run(self, technique, *extra, timeout=90, **more):

@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import sys
 from dataclasses import dataclass
 
 import pytest
@@ -13,6 +12,7 @@ from tests.documents import rows, section
 from tests.processes import (
     ALTERED,
     ROOT,
+    STANDALONE,
     error_line,
     finish,
     free_port,
@@ -208,9 +208,8 @@ def test_two_jobs_of_slurm_on_one_host_have_ports_of_their_own():
 @pytest.mark.parametrize("wrong", [["--backend", "mpi"], ["--epochs", "none"]])
 def test_one_line_for_all_ranks_of_torchrun(wrong):
     """Also where rank 0, which has to say it, is the last to find out."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    script = [ALTERED, "train_ddp.py", *wrong]
-    ended = run(*launcher, "--nproc_per_node", 2, *script, ALTER="late", ALTER_AT="start")
+    words = [*STANDALONE, 2, ALTERED, "train_ddp.py", *wrong]
+    ended = run(*words, ALTER="late", ALTER_AT="start")
     assert ended.returncode == 1
     assert len(error_lines(ended)) == 1, ended.text
 

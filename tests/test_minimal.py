@@ -18,6 +18,7 @@ import models
 from tests.processes import (
     ALTERED,
     ROOT,
+    STANDALONE,
     error_line,
     finish,
     free_port,
@@ -32,7 +33,6 @@ FOLDER = ROOT / "scripts" / "minimal"
 SCRIPTS = ("single", "dp", "ddp", "ddp_complete")
 IMAGES = 1920  # in short_dir
 TIMEOUT = 150.0
-STANDALONE = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 RESULT = re.compile(r"^epoch (\d+): loss (\d+\.\d+), (\d+\.\d+)% of (\d+)$", re.MULTILINE)
 
 
@@ -50,16 +50,16 @@ def test_without_torchrun_one_line_says_how_to_start_it(script, variables, tmp_p
     assert (ended.returncode, ended.text) == (2, f"start it with: {command}\n")
 
 
-def words(script, ranks, *flags, restarts=0):
-    torchrun = [*STANDALONE, ranks, "--max-restarts", restarts] if "ddp" in script else []
-    altered = [ALTERED, f"scripts/minimal/{script}.py"]
-    return [sys.executable, *torchrun, *altered, "--dataset", "synthetic", *flags]
+def begin(script, ranks, folder, *flags, **variables):
+    """Start a training in ``folder``, where it leaves its checkpoint."""
+    folder.mkdir(exist_ok=True)
+    launcher = [*STANDALONE, ranks] if "ddp" in script else [sys.executable]
+    words = [ALTERED, f"scripts/minimal/{script}.py", "--dataset", "synthetic", *flags]
+    return start(*launcher, *words, cwd=folder, **variables)
 
 
 def train(script, ranks, folder, *flags, **variables):
-    """Train a script in ``folder``, where it leaves its checkpoint."""
-    folder.mkdir(exist_ok=True)
-    return run(*words(script, ranks, *flags), cwd=folder, timeout=TIMEOUT, **variables)
+    return finish(begin(script, ranks, folder, *flags, **variables), TIMEOUT)
 
 
 def docstring_command(script, number, data_dir):
@@ -132,9 +132,8 @@ def test_the_same_global_batch_makes_the_same_weights(one, other, short_dir, tmp
 
 
 def test_when_a_rank_fails_all_of_them_end(short_dir, tmp_path):
-    ended = train(
-        "ddp", 2, tmp_path, "--data-dir", short_dir, ALTER="raise", ALTER_RANK="1", ALTER_AT="loss"
-    )
+    fault = {"ALTER": "raise", "ALTER_RANK": "1", "ALTER_AT": "loss"}
+    ended = train("ddp", 2, tmp_path, "--data-dir", short_dir, **fault)
     assert ended.returncode == 1
     assert "ArithmeticError: wrong on purpose" in ended.stderr
     assert not list(tmp_path.iterdir())
@@ -164,7 +163,7 @@ def test_two_torchruns_on_one_host(short_dir, tmp_path):
 
 EPOCHS, STEP = 2, 96
 MOMENT = {"ALTER_RANK": "2", "ALTER_AT": "loss 25", "ALTER_ONCE": ""}  # the second epoch's 4th step
-C10D = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+RESTART = {"PET_MAX_RESTARTS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 # From three ranks on the order in which they are added up decides the last bits of a sum.
 RANKS, COMPLETE_FLAGS = 3, ["--batch-size", 32, "--num-workers", 1]
 
@@ -210,10 +209,9 @@ def test_an_interrupted_run_ends_with_the_weights_of_an_undisturbed_one(
     how, status, restarts, undisturbed, short_dir, tmp_path
 ):
     """Only a kill repeats the epoch from its beginning."""
-    flags = ["--data-dir", short_dir, *COMPLETE_FLAGS, "--epochs", EPOCHS]
-    command, flag = words("ddp_complete", RANKS, *flags, restarts=restarts), tmp_path / "flag"
-    variables = MOMENT | {"ALTER": how, "ALTER_FLAG": str(flag)} | (C10D if restarts else {})
-    process = start(*command, cwd=tmp_path, **variables)
+    flags, flag = ["--data-dir", short_dir, *COMPLETE_FLAGS, "--epochs", EPOCHS], tmp_path / "flag"
+    variables = MOMENT | {"ALTER": how, "ALTER_FLAG": str(flag)} | (RESTART if restarts else {})
+    process = begin("ddp_complete", RANKS, tmp_path, *flags, **variables)
     if how == "wait":
         wait_until(flag.exists, TIMEOUT)
         os.kill(process.pid, signal.SIGINT)
