@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import data
 import models
-from tests.processes import ROOT, error_line, finish, run, script, start, wait_until
+from tests.processes import ROOT, Training, error_line, finish, run, script, start, wait_until
 from utils import signals
 from utils.checks import check_fits
 from utils.datasets import fetch, idx, prepare, sources
@@ -299,10 +299,9 @@ def test_a_small_dev_shm_ends_in_one_line(synthetic_dir, tmp_path):
         small = ["unshare", "-m", "sh", "-c", mount, "-"]
         if run(*small, "true").returncode:
             pytest.skip("needs the right to mount")
-        flags = f"--data-dir {synthetic_dir} --run-dir {tmp_path}/{size} --batch-size {batch}"
-        more = ["--dataset", "synthetic", "--num-workers", 2, "--max-steps", 5, "--model", "linear"]
-        command = script("train_single.py", *flags.split(), *more)
-        line = error_line(run(*small, *command))
+        extra = ["--batch-size", batch, "--num-workers", 2, "--max-steps", 5, "--model", "linear"]
+        words = Training(synthetic_dir, tmp_path / size).command("single", *extra)
+        line = error_line(run(*small, *words))
         for word in ("/dev/shm", "--shm-size", "--num-workers 0"):
             assert word in line
 

@@ -5,10 +5,12 @@ import json
 import os
 import signal
 import sys
+import time
 from contextlib import nullcontext as nothing
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from tests.processes import (
@@ -24,6 +26,7 @@ from tests.processes import (
     succeed,
     wait_until,
 )
+from tests.test_data import fork
 from utils.errors import UsageError
 from utils.logger import Logger
 from utils.progress import Progress
@@ -142,30 +145,20 @@ def test_a_folder_that_cannot_be_one(name, reason, tmp_path):
             open_any(f"{tmp_path}/{name}", resume)
 
 
-OPEN = """
-import os, sys, time
-from utils.run_dir import open_run
-open_run(sys.argv[1], False, {"technique": "", "launch_id": "none", "agents": []}, {})
-if not os.fork():
-    time.sleep(600)
-print("locked", flush=True)
-time.sleep(600)
-"""
-
-
 def test_the_lock_ends_with_its_process_and_not_with_its_children(tmp_path):
     """A loader worker that outlives a killed run does not keep others out."""
-    holder = start(sys.executable, "-c", OPEN, tmp_path)
+    holder = fork(lambda: [open_any(tmp_path), os.fork(), time.sleep(600)])
+    wait_until(psutil.Process(holder.pid).children)
+    (worker,) = psutil.Process(holder.pid).children()
     try:
-        assert holder.stdout.readline() == "locked\n"
-        attempt = [sys.executable, "-c", OPEN.replace("sleep(600)", "sleep(0)"), tmp_path]
-        assert f"is in use by process {holder.pid} on" in run(*attempt).stderr
+        with pytest.raises(UsageError, match=f"is in use by process {holder.pid} on"):
+            open_any(tmp_path)
         holder.kill()
-        holder.wait(timeout=60)
-        assert "locked\n" in run(*attempt).stdout
+        holder.join()
+        assert open_any(tmp_path) == (tmp_path, {})
+        assert worker.is_running()
     finally:
-        os.killpg(holder.pid, 9)
-        holder.communicate(timeout=60)
+        worker.kill()
 
 
 PYTHON = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
