@@ -25,6 +25,8 @@ COLLECTIVE = re.compile("new_group|reduce|gather|broadcast|scatter|all_to_all|ba
 NORM_DROPOUT = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
 GradScaler = torch.amp.grad_scaler.GradScaler
 wrappers: list["Watched"] = []
+_names: dict[int, str] = {}  # of parameters that were wrapped
+_averaged: set[int] = set()  # those of them that were to be trained
 _optimizers: dict[int, Any] = {}
 _scaled: set[Any] = set()  # scalers of losses since the last step
 _stepping: list[Any] = []  # the parameters of each optimizer whose step has begun
@@ -36,11 +38,8 @@ _backwards = record.Nested()  # in which checkpointing computes a part of the fo
 class Watched:
     """What is known of one wrapped model."""
 
-    def __init__(self, ddp: Any) -> None:
-        self.ddp, self.group = ddp, ddp.process_group
-        self.ranks = dist.get_process_group_ranks(self.group)
-        self.names = {id(p): name for name, p in ddp.module.named_parameters()}
-        self.trained = {id(p) for p in ddp.module.parameters() if p.requires_grad}
+    def __init__(self, ddp: Any, ranks: list[int]) -> None:
+        self.ddp, self.ranks = ddp, ranks
         self.modules = {id(module) for module in ddp.module.modules()}
         self.inside = record.Nested()  # its forward
         self.calls, self.lines = "", list[str]()  # since the last step: a letter and a line of each
@@ -106,7 +105,8 @@ def _average(item: Watched, bucket: dist.GradBucket) -> torch.futures.Future[Ten
     buffer = bucket.buffer()
     record.call("gradients", item.ranks, bucket=bucket.index(), elements=buffer.numel())
     with record.quietly:
-        work = dist.all_reduce(buffer.div_(len(item.ranks)), group=item.group, async_op=True)
+        buffer.div_(len(item.ranks))
+        work = dist.all_reduce(buffer, group=item.ddp.process_group, async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
 
@@ -122,9 +122,11 @@ def wrap(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
     record.call("DistributedDataParallel", ranks, elements=elements)
     with record.quietly:
         real(**given)
-        self._watched = Watched(self)
+        self._watched = Watched(self, ranks)
         _register(self, self._watched, _average)
     wrappers.append(self._watched)
+    _names.update((id(p), name) for name, p in model.named_parameters())
+    _averaged.update(id(p) for p in model.parameters() if p.requires_grad)
     record.tell("wrapped", searches=self.find_unused_parameters)
     if ids:
         device = devices.visible()[devices.use(ids[0])]
@@ -220,7 +222,7 @@ def _sums(tensor: Any) -> tuple[float, float] | None:
 
 def _belongs(parameter: Tensor) -> str:
     """Return "averaged", or what is wrong if the parameter's gradients differ."""
-    if any(id(parameter) in item.trained for item in wrappers):
+    if id(parameter) in _averaged:
         return "averaged"
     if any(parameter is own for item in wrappers for own in item.ddp.parameters()):
         return "added or unfrozen after wrapping"
@@ -231,8 +233,7 @@ def _step_begins(optimizer: Any, args: Any, keywords: Any) -> None:
     values = []
     for number, group in enumerate(optimizer.param_groups):
         for position, p in enumerate(group["params"]):
-            name = f"parameter {position} of group {number}"
-            name = next((w.names[id(p)] for w in wrappers if id(p) in w.names), name)
+            name = _names.get(id(p), f"parameter {position} of group {number}")
             sums = {"before": _sums(p), "grad": _sums(p.grad)}
             values.append((p, {"name": name, "belongs": _belongs(p), **sums}))
     _stepping.append(values)
