@@ -21,16 +21,12 @@ DATA = """train_set, test_set = (
         )
         for count in (600, 100)
     )"""
-ALWAYS = {  # the data is drawn, and quickly there
-    "Path(__file__).resolve().parents[2]": f'"{ROOT}"',
-    "train_set, test_set = load_tensors(args.dataset, args.data_dir)": DATA,
-}
 HEAD, *VARIANTS = (ROOT / "tests/check_variants.txt").read_text().split("\n= ")
 
 
 def edits(lines):
     """Return texts by the names before their colons. A line of an indentation goes on."""
-    return dict(re.findall(r"^(\w+):[^\S\n]?(.*(?:\n .*)*)$", lines, re.M))
+    return dict(re.findall(r"^((?:before |after )?\w+):[^\S\n]?(.*(?:\n .*)*)$", lines, re.M))
 
 
 EDITED = edits(HEAD)
@@ -44,13 +40,15 @@ def variants(level):
 
 def edited(own):
     """Return the minimal script with each edit made. What is edited has to be there."""
+    own = {"root": f'"{ROOT}"', "data": DATA, **RIGHT.get(own.get("like"), {}), **own}
     text = SCRIPT
-    own = {**RIGHT.get(own.get("like"), {}), **own}
-    named = {old: own[name].replace("{}", old) for name, old in EDITED.items() if name in own}
-    for old, new in {**ALWAYS, **named}.items():
-        before, found, after = text.rpartition(old)
-        assert found, f"scripts/minimal/ddp.py has no longer: {old}"
-        text = before + new + after
+    for key in (key for key in own if key != "like"):
+        place, _, name = key.rpartition(" ")
+        before, old, after = text.rpartition(EDITED[name])
+        assert old, f"scripts/minimal/ddp.py has no longer: {EDITED[name]}"
+        indent = before[before.rindex("\n") :]
+        added = {"before": own[key] + indent + old, "after": old + indent + own[key]}
+        text = before + added.get(place, own[key].replace("{}", old)) + after
     return text
 
 
