@@ -107,6 +107,27 @@ def test_a_folder_of_images(kitchen, short_dir):
     kitchen.follow("A folder of images", "--epochs 6", "--batch-size 24")
     assert summary(kitchen.here)["test_count"] == 480
     assert summary(kitchen.here)["test_accuracy"] > 0.5
+    # Random transforms go by the position in the run. So the weights are the same, whatever ranks
+    # and workers there are, and after an interruption within an epoch.
+    code = (kitchen.folder / "data.py").read_text()
+    code = code.replace("import Compose", "import Compose, RandomRotation")
+    code = code.replace("Compose([", "Compose([RandomRotation(30), ")
+    assert code.count("RandomRotation") == 2
+    (kitchen.folder / "data.py").write_text(code)
+    commands = {
+        "single": "python train_single.py --batch-size 48",
+        "dp": "python train_dp.py --batch-size 24 --replicas 2",
+        "ddp": "torchrun --standalone --nproc_per_node 2 train_ddp.py --batch-size 24",
+    }
+    for name, command in commands.items():
+        for steps in ("5", "14 --resume") if name == "ddp" else ("14",):
+            more = "--dataset folder --data-dir pictures --num-workers 2 --model mlp"
+            more += f" --run-dir runs/{name} {QUIET} --max-steps {steps}"
+            words, variables = shell_line(f"{command} {more}")
+            succeed(run(*words, cwd=kitchen.folder, timeout=120, **variables))
+    weights = [last(kitchen.folder / "runs" / name)["model"] for name in commands]
+    torch.testing.assert_close(weights[1], weights[0])
+    torch.testing.assert_close(weights[2], weights[0])
 
 
 @pytest.mark.slow
