@@ -224,10 +224,9 @@ def test_replicas_compute_in_the_dtype_that_was_asked_for(synthetic_dir, tmp_pat
     ],
 )
 def test_a_lost_rank_is_named_over_nccl(fault, step, extra, training):
-    extra = ["--model", "mlp", "--max-steps", 4000, "--save-every-steps", 2, *extra]
-    extra += ["--timeout", 20, "--devices", "0,1"]
+    common = ["--model", "mlp", "--max-steps", 4000, "--save-every-steps", 2, "--timeout", 20]
     how = {"ALTER": fault, "ALTER_RANK": "1", "ALTER_AT": str(step)}
-    ended = training.run("spawn", *extra, timeout=150, **how)
+    ended = training.run("spawn", *common, "--devices", "0,1", *extra, timeout=150, **how)
     assert ended.returncode == 1, ended.text
     assert "rank 0 lost rank 1 (" in ended.stderr
     assert training.is_saved()
