@@ -84,7 +84,7 @@ def test_a_script_trains_and_reports(technique, training):
 
 @pytest.mark.parametrize("technique", ["dp", "spawn"])
 def test_images_per_second_are_those_of_all_devices_after_the_first_steps(technique, training):
-    """By a clock on which each step takes a second, and the first one a hundred."""
+    """By a clock on which each step takes a second, and the first five a hundred."""
     succeed(training.run(technique, "--model", "linear", "--max-steps", 9, ALTER="clock"))
     facts = training.summary
     assert facts["train_images_per_second"] == facts["global_batch_size"] == 192
