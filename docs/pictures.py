@@ -10,20 +10,18 @@ python docs/pictures.py faster.svg               # wants root and iproute2: link
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
 DOCS = Path(__file__).resolve().parent
-for folder in (DOCS.parent, DOCS.parent / "scripts/lessons", DOCS.parent / "scripts/tools"):
-    sys.path.insert(0, str(folder))
+sys.path[:0] = [str(DOCS.parent / folder) for folder in ("", "scripts/lessons", "scripts/tools")]
 
 import torch
 import torch.distributed as dist
@@ -121,12 +119,7 @@ def draw_how_ddp_works(name: str) -> None:
 
     context.set_forkserver_preload(["torch._dynamo"])
     events, sizes = values(bucket_overlap.work, 2, {"bucket_cap_mb": 2.0})[0][1]
-    buckets: list[list[str]] = [[]]  # the layers of each
-    for event in events:
-        if event.startswith("layer"):
-            buckets[-1].append(event)
-        else:
-            buckets.append([])
+    layers = (event for event in events if event.startswith("layer"))
     picture = Picture(
         *(250, "How DDP sends gradients during the backward"),
         "A model of three layers. A hook on each parameter counts the bucket's ready gradients. "
@@ -137,18 +130,18 @@ def draw_how_ddp_works(name: str) -> None:
     for words, y in zip(rows, tops, strict=True):
         picture.text(138, y + 14, words, "title", "end")
     width, x, end = 150, 150.0, 0.0
-    for number, (layers, size) in enumerate(zip(buckets, sizes, strict=False)):
-        for ready, layer in enumerate(layers, start=1):
-            words = f"bucket {number}: {ready} of {len(layers)} ready"
-            picture.box(x, tops[0], width - 6, ORANGE, f"gradient of {layer}")
+    for number, size in enumerate(sizes):
+        count = size // bucket_overlap.LAYER_BYTES
+        for ready in range(1, count + 1):
+            words = f"bucket {number}: {ready} of {count} ready"
+            picture.box(x, tops[0], width - 6, ORANGE, f"gradient of {next(layers)}")
             picture.box(x + width - 40, tops[1], 60, GREY, "called")
             picture.box(x + width - 40, tops[2], width - 6, GREY, words)
-            arrows = tops[:-1] if ready == len(layers) else tops[:2]
-            for y in arrows:
+            for y in tops[:-1] if ready == count else tops[:2]:
                 picture.line((x + width - 10, y + 20), (x + width - 10, y + 42))
             x += width
         picture.box(x - 40, tops[3], width - 6, RED, f"all_reduce, {size / 1e6:.2f} MB")
-        begin, length = max(end, x - 40), 0.95 * width * len(layers) / max(map(len, buckets))
+        begin, length = max(end, x - 40), 0.95 * width * size / max(sizes)
         picture.box(begin, tops[4], length, RED, f"bucket {number}")
         end = begin + length + 6
     picture.box(x, tops[0], end - x, "", "waits")
@@ -287,30 +280,29 @@ def draw_sending_gradients(name: str) -> None:
 # Memory over a step
 
 
-def bytes_over_a_step(technique: str) -> list[list[list[float]]]:
-    """Return for each device, for each phase of a step, its MB after each change."""
+def bytes_over_a_step(technique: str) -> list[list[list[int]]]:
+    """Return for each device, for each phase of a step, its bytes after each change."""
     raw_model = models.build_model("resnet18").to("cuda:0")
     model: nn.Module = nn.DataParallel(raw_model, [0, 1])
     if technique == "ddp":
         model = DistributedDataParallel(raw_model, device_ids=[0], gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(raw_model.parameters(), lr=0.1, momentum=0.9)
     batch = 64 if technique == "ddp" else 128
-    record: Any = torch.cuda.memory._record_memory_history
-    ends: list[list[int]] = []
-
-    def history() -> list[list[dict[str, Any]]]:
-        return torch.cuda.memory._snapshot()["device_traces"][:2]
+    memory: Any = torch.cuda.memory
+    signs = {"alloc": 1, "free_completed": -1}
+    curves: list[list[list[int]]] = []
 
     def end_phase() -> None:
-        ends.append([len(events) for events in history()])
+        """Add the phase that ends to the curves, and record the next one."""
+        for phases, events in zip(curves, memory._snapshot()["device_traces"], strict=False):
+            changes = [signs.get(e["action"], 0) * e["size"] for e in events]
+            phases.append([*accumulate(changes, initial=phases[-1][-1])])
+        memory._record_memory_history(max_entries=10**6, context=None, clear_history=True)
 
-    for step in range(4):
-        images, labels = torch.randn(batch, 1, 28, 28), torch.randint(10, (batch,))
-        if step == 3:
-            ends.clear()
-            at_first = [torch.cuda.memory_allocated(device) for device in range(2)]
-            record(max_entries=10**6, context=None)
-        images, labels = images.to("cuda:0"), labels.to("cuda:0")
+    for _ in range(4):
+        curves[:] = [[[torch.cuda.memory_allocated(device)]] for device in range(2)]
+        images = torch.randn(batch, 1, 28, 28).to("cuda:0")
+        labels = torch.randint(10, (batch,)).to("cuda:0")
         outputs = model(images)
         loss = F.cross_entropy(outputs, labels)
         del outputs
@@ -321,33 +313,22 @@ def bytes_over_a_step(technique: str) -> list[list[list[float]]]:
         optimizer.zero_grad()
         del images, labels, loss
         end_phase()
-    curves = []
-    for device, events in enumerate(history()):
-        signs = [{"alloc": 1, "free_completed": -1}.get(e["action"], 0) for e in events]
-        sizes = [sign * event["size"] for sign, event in zip(signs, events, strict=True)]
-        after = [mb / 1e6 for mb in accumulate(sizes, initial=at_first[device])]
-        cuts = [0, *(phase[device] for phase in ends)]
-        curves.append([after[begin : end + 1] for begin, end in pairwise(cuts)])
-    record(enabled=None)
-    return curves
+    memory._record_memory_history(enabled=None)
+    return [phases[1:] for phases in curves]
 
 
 def draw_memory_of_a_step(name: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-    first, second = bytes_over_a_step("dp")
-    curves = {"DP, first device": first, "DP, second device": second}
-    curves["DDP, each device"] = bytes_over_a_step("ddp")[0]
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    curves = [*bytes_over_a_step("dp"), bytes_over_a_step("ddp")[0]]
     dist.destroy_process_group()
     picture = Picture(
         *(330, "Memory over one step: the two devices of DP, and a device of DDP"),
         "ResNet-18, 64 images on each device, SGD with momentum. What torch's allocator counts.",
     )
-    colours = dict(zip(curves, (ORANGE, GREY, BLUE), strict=True))
+    colours = {"DP, first device": ORANGE, "DP, second device": GREY, "DDP, each device": BLUE}
     picture.legend(colours, 210)
     phases = {"forward and loss": (60, 320), "backward": (320, 700), "optimizer": (700, 840)}
-    top = max(max(map(max, phases)) for phases in curves.values())
+    top = max(size for parts in curves for part in parts for size in part) / 1e6
     for tick in range(0, int(top) + 40, 40):
         y = 300 - 250 * tick / top
         picture.line((60, y), (840, y), dash="1 3")
@@ -355,16 +336,16 @@ def draw_memory_of_a_step(name: str) -> None:
     for words, (begin, end) in phases.items():
         picture.text((begin + end) / 2, 322, words, "title", "middle")
         picture.line((end, 40), (end, 300))
-    for words, parts in curves.items():
+    for (words, stroke), parts in zip(colours.items(), curves, strict=True):
         points: list[tuple[float, float]] = []
         for (begin, end), part in zip(phases.values(), parts, strict=True):
-            for i, mb in enumerate(part):
-                x, y = begin + (end - begin) * i / max(1, len(part) - 1), 300 - 250 * mb / top
+            for i, size in enumerate(part):
+                x, y = begin + (end - begin) * i / max(1, len(part) - 1), 300 - 250e-6 * size / top
                 is_bend = not points or abs(y - points[-1][1]) > 1 or x - points[-1][0] > 20
                 points += [(x, y)] * (is_bend or i == len(part) - 1)
-        picture.line(*points, stroke=colours[words])
-        peak = max(map(max, parts))
-        print(f"{words}: {parts[0][0]:.0f} MB between steps, {peak:.0f} MB at most")
+        picture.line(*points, stroke=stroke)
+        first, peak = parts[0][0] / 1e6, max(map(max, parts)) / 1e6
+        print(f"{words}: {first:.0f} MB between steps, {peak:.0f} MB at most")
     picture.save(name)
 
 
