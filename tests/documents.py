@@ -71,12 +71,8 @@ def section(path, title):
 
 def anchors(path):
     """Return the anchors that GitHub gives the headings."""
-    found = []
-    for part in sections(path):
-        slug = re.sub(r"[^\w\- ]", "", part.title.lower()).replace(" ", "-")
-        count = sum(other.rpartition("-")[0] == slug or other == slug for other in found)
-        found.append(slug if slug not in found else f"{slug}-{count}")
-    return set(found)
+    plain = (re.sub(r"[^\w\- ]", "", part.title.lower()) for part in sections(path))
+    return {title.replace(" ", "-") for title in plain}
 
 
 def inline(text, kind):

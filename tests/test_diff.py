@@ -31,13 +31,17 @@ DIFFS = [  # the old and the new script, the limits, and the words that begin th
 ]
 
 
+def hunks_of(before, after):
+    """Return where each change begins and ends, in the lines before and in those after."""
+    opcodes = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+    return [places for kind, *places in opcodes if kind != "equal"]
+
+
 @pytest.mark.parametrize(("old", "new", "max_removed", "max_added", "words"), DIFFS)
 def test_a_script_changes_few_lines_and_says_why(old, new, max_removed, max_added, words):
     text = (ROOT / f"{new}.py").read_text()
     before, after = code_lines((ROOT / f"{old}.py").read_text()), code_lines(text)
-    sides = [[line for _, line in side] for side in (before, after)]
-    opcodes = difflib.SequenceMatcher(None, *sides, autojunk=False).get_opcodes()
-    hunks = [change[1:] for change in opcodes if change[0] != "equal"]
+    hunks = hunks_of(*([line for _, line in side] for side in (before, after)))
     assert 0 < sum(end - begin for _, _, begin, end in hunks) <= max_added, FULL
     assert sum(end - begin for begin, end, _, _ in hunks) <= max_removed, FULL
     seen = set()
@@ -112,20 +116,6 @@ def test_the_baseline_knows_nothing_of_the_others():
     assert "# D" not in (ROOT / "train_single.py").read_text()
 
 
-def explanations(technique):
-    """Yield the comment of each hunk, and the line below it."""
-    lines = (ROOT / f"train_{technique}.py").read_text().splitlines()
-    marker, comment = f"# {technique.upper()}: ", ""
-    for line in map(str.strip, lines):
-        if line.startswith(marker):
-            comment = line.removeprefix(marker)
-        elif comment and line.startswith("# "):
-            comment += line[1:]
-        elif comment:
-            yield comment, line
-            comment = ""
-
-
 @pytest.mark.parametrize("technique", LIMITS)
 def test_the_document_sets_each_old_line_beside_the_new_one(technique):
     """In one table a technique, with what goes wrong without the change and the lesson of it."""
@@ -136,12 +126,12 @@ def test_the_document_sets_each_old_line_beside_the_new_one(technique):
     first, second = (" ".join(span for row in told for span in spans(row[i])) for i in (0, 1))
     files = [(ROOT / f"train_{name}.py").read_text() for name in ("single", technique)]
     before, after = ([line.strip() for _, line in code_lines(text)] for text in files)
-    opcodes = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
-    for _, i, j, begin, _ in (change for change in opcodes if change[0] != "equal"):
+    for i, j, begin, _ in hunks_of(before, after):
         assert all(line in first for line in before[i:j]), before[i:j]
         assert after[begin].removesuffix("(") in second, after[begin]
-    for _, line in explanations(technique):
-        assert line.strip().removesuffix("(") in first + second, line
+    explained = re.findall(rf"# {technique.upper()}: .*\n(?: *# .*\n)* *(.+)", files[1])
+    for line in explained:
+        assert line.removesuffix("(") in first + second, line
 
 
 def change(other):
