@@ -39,26 +39,20 @@ class Spy(nn.Linear):
     [(8, 2, [4, 4]), (10, 4, [3, 3, 3, 1]), (1, 4, [1])],
 )
 def test_a_batch_is_split_over_threads(batch, replicas, shares):
-    model, threads, images = Spy(), torch.get_num_threads(), torch.randn(batch, 784)
+    """Outputs and gradients are those of the whole batch."""
+    spy, threads, images = Spy(), torch.get_num_threads(), torch.randn(batch, 784)
+    model = nn.Sequential(spy)
     torch.set_num_threads(8)
     outputs = CPUDataParallel(model, replicas)(images)
     torch.set_num_threads(threads)
-    idents, sizes, each = zip(*model.calls, strict=True)
+    idents, sizes, each = zip(*spy.calls, strict=True)
     assert sorted(sizes, reverse=True) == shares
     assert {*each} == {8 // replicas}, "they fight for the cores"
     assert threading.get_ident() not in idents, "passed through on the calling thread"
-    torch.testing.assert_close(outputs, model(images), rtol=0, atol=1e-12)
-
-
-def test_gradients_are_those_of_the_whole_batch():
-    model = models.build_model("mlp")
-    images, labels = torch.randn(12, 1, 28, 28), torch.randint(10, (12,))
-    nn.functional.cross_entropy(model(images), labels).backward()
-    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    model.zero_grad()
-    nn.functional.cross_entropy(CPUDataParallel(model, 3)(images), labels).backward()
-    for parameter, grad in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, grad, rtol=0, atol=1e-12)
+    found = [outputs, *torch.autograd.grad(outputs.square().mean(), model.parameters())]
+    outputs = model(images)
+    expected = [outputs, *torch.autograd.grad(outputs.square().mean(), model.parameters())]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def test_the_first_replica_keeps_its_running_statistics():
@@ -70,32 +64,25 @@ def test_the_first_replica_keeps_its_running_statistics():
     assert int(model.num_batches_tracked) == 1
 
 
-def test_grad_mode_and_autocast_reach_the_threads():
-    model = models.build_model("linear").float()
-    wrapped = CPUDataParallel(model, 2)
-    images = torch.zeros(4, 1, 28, 28, dtype=torch.float32)
-    with torch.no_grad():
-        assert not wrapped(images).requires_grad
-    with torch.autocast("cpu", torch.bfloat16):
-        assert wrapped(images).dtype == torch.bfloat16
-
-
-def test_the_replicas_keep_the_dtype_of_autocast():
+def test_grad_mode_and_the_dtype_of_autocast_reach_the_threads():
     """A new thread has autocast's default dtype, bf16 on a CPU and fp16 on CUDA, as in PyTorch."""
     found = []
 
     class Recording(nn.Linear):
         def forward(self, inputs):
-            found.append(torch.get_autocast_dtype("cpu"))
-            return super().forward(inputs).float()
+            outputs = super().forward(inputs)
+            found.append(outputs)
+            return outputs.float()
 
-    model, precision = Recording(4, 2).float(), device.Precision(CPU, "fp16")
-    parallel = CPUDataParallel(model, 2)
+    model, precision = Recording(4, 4).float(), device.Precision(CPU, "fp16")
+    wrapped, inputs = CPUDataParallel(model, 2), torch.zeros(4, 4, dtype=torch.float32)
+    with torch.no_grad():
+        wrapped(inputs)
+        assert [outputs.requires_grad for outputs in found] == [False] * 2
     for dtype in (torch.bfloat16, torch.float16):
         with precision.autocast():
-            parallel(torch.zeros(4, 4, dtype=torch.float32))
-        assert found == [dtype] * 2
-        found.clear()
+            wrapped(inputs)
+        assert [outputs.dtype for outputs in found[-2:]] == [dtype] * 2
         keep_autocast_dtype(model, precision)
 
 
