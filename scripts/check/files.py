@@ -2,6 +2,7 @@
 
 import builtins
 import fcntl
+import functools
 import io
 import os
 import shutil
@@ -47,10 +48,10 @@ def inside(path: Any, use: str) -> Any:
     real = _real(path, use)
     twin = f"{state.root}/outside{real}"
     with plainly:
-        is_old = os.path.isdir(real) or not os.path.lexists(twin)
-        if _is_own(real) or (use == "r" and is_old):
+        has_twin = os.path.lexists(twin)
+        if _is_own(real) or (use == "r" and (os.path.isdir(real) or not has_twin)):
             return path
-        if not os.path.lexists(twin):
+        if not has_twin:
             record.tell("redirected", what=os.path.dirname(real))
             os.makedirs(os.path.dirname(twin), exist_ok=True)
             if os.path.isfile(real) and os.path.getsize(real) < LARGE:
@@ -63,16 +64,13 @@ def name_of(path: Any, use: str = "r") -> str:
     return _real(path, use).removeprefix(f"{state.root}/outside").removeprefix(f"{state.root}/")
 
 
-def _wrap(name: str, uses: str) -> None:
-    def function(real: Any, *args: Any, **keywords: Any) -> Any:
-        paths = [inside(path, use) for path, use in zip(args, uses, strict=False)]
-        return real(*paths, *args[len(uses) :], **keywords)
-
-    around(os, name=name)(function)
+def redirected(uses: str, real: Any, *args: Any, **keywords: Any) -> Any:
+    paths = [inside(path, use) for path, use in zip(args, uses, strict=False)]
+    return real(*paths, *args[len(uses) :], **keywords)
 
 
 for _name, _uses in USES.items():
-    _wrap(_name, _uses)
+    around(os, name=_name)(functools.partial(redirected, _uses))
 
 
 @around(shutil)
@@ -150,7 +148,7 @@ def _audit(event: str, args: Any) -> None:
         changed = [_real(path, "n") for path in paths]
         if event == "os.rename" and name_of(paths[0]) in _saved:
             record.tell("renamed", path=name_of(paths[1], "n"))
-    if event == "open" and isinstance(args[0], str) and args[2] and args[2] & WRITING:
+    elif event == "open" and isinstance(args[0], str) and args[2] and args[2] & WRITING:
         changed = [_real(args[0])]
     for real in changed:
         if not _is_own(real):
