@@ -9,7 +9,6 @@ import signal
 import sys
 import traceback
 import types
-from multiprocessing import synchronize
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -154,12 +153,6 @@ def start(real: Any, self: Any) -> None:
 def join(real: Any, self: Any, timeout: Any = None) -> None:
     _run_started()
     real(self, timeout)
-
-
-@around(synchronize.Barrier, name="wait")
-def barrier(real: Any, self: Any, timeout: Any = None) -> int:
-    record.call("a barrier of processes")
-    return state.rank
 
 
 def _run_started() -> None:

@@ -1,4 +1,4 @@
-"""Run the script's own files with fewer epochs, smaller batches, and no package that only shows.
+"""Run the script's own files with fewer epochs, smaller batches, and nothing that shows them.
 
 Numbers are bounded by their names: where they are written, and where argparse returns them. Lines
 keep their numbers.
@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import record
+import torch
 from record import around, state
 
 COUNT = "(num|n|nr|no|max|total|nb|train|training|end|final)_?(of_|train_|training_)?"
@@ -29,10 +30,8 @@ NUMBERS = {  # what a number is called, and the most that it may be
 WRITTEN = re.compile(r"""\b(\w+)((?:["']\s*:|\s*(?::\s*int\s*)?=)\s*)(\d+)\b(?![\w.]|\s*\*)""")
 LOOP = re.compile(r"(\bfor ep\w* in .*?\brange\()(\d+)(?=\))")
 FOREIGN = "pytorch_lightning|lightning|accelerate|deepspeed|horovod|colossalai|ray"
-TRACKERS = ["tensorboardX", "wandb", "visdom", "mlflow", "neptune", "comet_ml", "swanlab"]
-# What training can do without, if it is not installed: it returns nothing to compute with.
-SHOWS = ["matplotlib", "seaborn", "torchsummary", "torchinfo", "thop", "rich", "prettytable"]
-SHOWS += ["gpustat", "pynvml", "coloredlogs", "colorlog", "termcolor", "colorama", "torchviz"]
+TRACKERS = ["torch.utils.tensorboard", "tensorboardX", "wandb", "visdom", "comet_ml", "neptune"]
+TRACKERS += ["mlflow", "mlflow.pytorch", "swanlab"]
 
 
 def bounded(name: str, value: Any) -> Any:
@@ -61,31 +60,17 @@ def source_to_code(real: Any, self: Any, data: Any, path: Any, **keywords: Any) 
     return compiled(data, str(path)) if is_own else real(self, data, path, **keywords)
 
 
-class Finder:
-    """Finds the stand-ins of packages that only show, wherever a script imports them."""
+def tracker(name: str) -> MagicMock:
+    """Return what stands for a package that only shows how a training goes."""
 
-    @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
-        top = name.split(".")[0]
-        missing = top in SHOWS and machinery.PathFinder.find_spec(top) is None
-        if missing or top in TRACKERS or name == "torch.utils.tensorboard":
-            return machinery.ModuleSpec(name, Finder, is_package=True)  # type: ignore[arg-type]
-        return None
+    def open_one(*args: Any, **keywords: Any) -> MagicMock:
+        record.tell("every rank logs", same=name, name=name)
+        return MagicMock()
 
-    @staticmethod
-    def create_module(spec: Any) -> Any:
-        def open_one(*args: Any, **keywords: Any) -> MagicMock:
-            record.tell("every rank logs", same=spec.name, name=spec.name)
-            return MagicMock()
-
-        module = MagicMock(__path__=[], __spec__=spec, __name__=spec.name)
-        for name in ("init", "SummaryWriter", "Visdom", "start_run", "Experiment"):
-            getattr(module, name).side_effect = open_one
-        return module
-
-    @staticmethod
-    def exec_module(module: Any) -> None:
-        return None
+    module = MagicMock(__path__=[], __spec__=machinery.ModuleSpec(name, None), __name__=name)
+    for opener in ("init", "SummaryWriter", "Visdom", "start_run", "Experiment"):
+        getattr(module, opener).side_effect = open_one
+    return module
 
 
 @around(argparse.ArgumentParser)
@@ -102,5 +87,5 @@ def parse_known_args(real: Any, self: Any, args: Any = None, namespace: Any = No
 
 
 sys.dont_write_bytecode = True
-sys.modules.pop("torch.utils.tensorboard", None)
-sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]
+sys.modules |= {name: tracker(name) for name in TRACKERS}
+torch.utils.tensorboard = sys.modules["torch.utils.tensorboard"]
