@@ -8,7 +8,6 @@ import socket
 import stat
 import subprocess
 import time
-from dataclasses import replace
 
 import pytest
 
@@ -22,12 +21,12 @@ from tests.processes import (
     wait_until,
 )
 from tests.test_launch import (
+    LAUNCH_TABLE,
     SHORT,
     error_lines,
     expected,  # noqa: F401
     finish_all,
     launch,
-    row,
 )
 
 pytestmark = pytest.mark.slow
@@ -48,7 +47,7 @@ MPI = {
 def test_mpirun_side_by_side(synthetic_dir, tmp_path, expected):  # noqa: F811
     """Two jobs on one host find ports of their own."""
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}"
-    jobs = [launch(row("mpirun"), f"{flags}/{job}", tmp_path, **MPI) for job in range(2)]
+    jobs = [launch(LAUNCH_TABLE["mpirun"], f"{flags}/{job}", tmp_path, **MPI) for job in range(2)]
     for job, processes in enumerate(jobs):
         (ended,) = finish_all(processes, 120)
         assert ended.returncode == 0, ended.text
@@ -58,7 +57,7 @@ def test_mpirun_side_by_side(synthetic_dir, tmp_path, expected):  # noqa: F811
 @needs_mpirun
 def test_one_line_under_mpirun(synthetic_dir, tmp_path):
     flags = f"--dataset synthetic --data-dir {synthetic_dir} --backend mpi"
-    (ended,) = finish_all(launch(row("mpirun"), flags, tmp_path, **MPI), 120)
+    (ended,) = finish_all(launch(LAUNCH_TABLE["mpirun"], flags, tmp_path, **MPI), 120)
     assert ended.returncode != 0
     assert len(error_lines(ended)) == 1, ended.text
 
@@ -169,8 +168,7 @@ def no_process_is_left():
 
 
 def test_srun(slurm, synthetic_dir, tmp_path, expected):  # noqa: F811
-    shown = row("srun")
-    command = replace(shown, command=shown.command.replace("srun", "srun --nodes 2"))
+    command = LAUNCH_TABLE["srun"].replace("srun", "srun --nodes 2")
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
     (ended,) = finish_all(launch(command, flags, tmp_path, **slurm), 120)
     assert ended.returncode == 0, ended.text
@@ -233,7 +231,7 @@ def wait_for(slurm, job, output, words, seconds):
 
 @pytest.mark.parametrize("options", [ONE_NODE, TWO_NODES], ids=["1", "2"])
 def test_sbatch_runs_to_its_end(options, slurm, synthetic_dir, tmp_path, expected):  # noqa: F811
-    command = row("sbatch").command.split()[-1:]  # the sizes are this test's
+    command = LAUNCH_TABLE["sbatch"].split()[-1:]  # the sizes are this test's
     flags = f"{SHORT} --data-dir {synthetic_dir}".replace(" --no-progress", "").split()
     output, run_dir = tmp_path / "out", tmp_path / "run"
     job = sbatch(slurm, *options, str(output), *command, *flags, RUN_DIR=str(run_dir))

@@ -50,7 +50,7 @@ def shown_commands():
 
 
 SHOWN = shown_commands()
-LAUNCHED = {row.command for row in LAUNCH_TABLE}
+LAUNCHED = LAUNCH_TABLE.values()
 HERE = [
     command
     for command in SHOWN

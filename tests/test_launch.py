@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -34,59 +33,28 @@ from utils.errors import UsageError
 SHORT = "--dataset synthetic --model linear --max-steps 20 --threads 1 --no-progress"
 
 
+# The commands by method. $HOST0 and $PORT are where rank 0 is, $NODE is the node's number, and
+# $SHARED a folder that all nodes see.
+TABLE = rows(section(ROOT / "docs" / "launching.md", "Every way to launch it").text)[1:]
+LAUNCH_TABLE = {method: code.strip("`") for method, code, _ in TABLE}
+assert len(LAUNCH_TABLE) == 19
 # Their tests are in test_clusters.py and test_hosts.py.
 ELSEWHERE = ("srun", "mpirun", "sbatch", "script, over ssh")
+SLOW = ("torchrun, elastic", "script, several nodes")
 
 
-@dataclass(frozen=True)
-class Row:
-    """A line of the table in docs/launching.md.
-
-    Attributes:
-        method: what it is called there.
-        command: literally. $HOST0 and $PORT are where rank 0 is, $NODE is the node's number, and
-            $SHARED a folder that all nodes see.
-        nodes: on how many the command is given.
-    """
-
-    method: str
-    command: str
-    nodes: int = 1
-
-    @property
-    def is_script(self):
-        return "scripts/" in self.command
-
-    @property
-    def marks(self):
-        return [pytest.mark.slow] * (self.method in ("torchrun, elastic", "script, several nodes"))
-
-
-TABLE = rows(section(ROOT / "docs" / "launching.md", "Every way to launch it").text)[1:]
-LAUNCH_TABLE = [
-    Row(method, code.strip("`"), 2 if "$HOST0" in code or "$SHARED" in code else 1)
-    for method, code, _ in TABLE
-]
-assert len(LAUNCH_TABLE) == 19
-
-
-def row(method):
-    return next(row for row in LAUNCH_TABLE if row.method == method)
-
-
-def launch(row, flags, shared, literal=True, **extra):
-    """Start a row's command, with flags added at its end, once for each node on this host.
+def launch(command, flags, shared, literal=True, **extra):
+    """Start a command with flags at its end, once for each of its nodes, all on this host.
 
     Args:
         literal: by a shell; otherwise the same processes are forked.
     """
     known = {"HOST0": "127.0.0.1", "PORT": str(free_port()), "SHARED": str(shared)} | extra
-    line = f"{row.command} {flags}"
     processes = []
-    for node in range(row.nodes):
-        words, variables = ["bash", "-c", line], known | {"NODE": str(node)}
+    for node in range(2 if "$HOST0" in command or "$SHARED" in command else 1):
+        words, variables = ["bash", "-c", f"{command} {flags}"], known | {"NODE": str(node)}
         if not literal:
-            words, variables = shell_line(line, **variables)
+            words, variables = shell_line(words[-1], **variables)
         processes.append(start(*words, **variables))
     return processes
 
@@ -104,23 +72,25 @@ def expected(synthetic_dir, tmp_path_factory):
     """The weights that two processes reach, however they were started."""
     folder = tmp_path_factory.mktemp("expected")
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {folder}"
-    ended = finish_all(launch(row("no launcher, one node"), flags, folder, literal=False), 60)
-    assert ended[0].returncode == 0, ended[0].text
+    command = LAUNCH_TABLE["no launcher, one node"]
+    (ended,) = finish_all(launch(command, flags, folder, literal=False), 60)
+    assert ended.returncode == 0, ended.text
     return summary(folder)["weights_sha256"]
 
 
 @pytest.mark.parametrize(
-    "row",
+    "method",
     [
-        pytest.param(row, id=row.method, marks=row.marks)
-        for row in LAUNCH_TABLE
-        if row.method not in ELSEWHERE
+        pytest.param(method, marks=[pytest.mark.slow] if method in SLOW else [])
+        for method in LAUNCH_TABLE
+        if method not in ELSEWHERE
     ],
 )
-def test_every_way_reaches_the_same_weights(row, synthetic_dir, tmp_path, expected):
+def test_every_way_reaches_the_same_weights(method, synthetic_dir, tmp_path, expected):
     """A shell starts the launch scripts, and the same commands in test_hosts.py."""
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
-    for ended in finish_all(launch(row, flags, tmp_path, row.is_script), 90):
+    command = LAUNCH_TABLE[method]
+    for ended in finish_all(launch(command, flags, tmp_path, "scripts/" in command), 90):
         assert ended.returncode == 0, ended.text
         assert "resource_tracker" not in ended.stderr, "a semaphore was left"
     found = summary(tmp_path / "run")
@@ -131,7 +101,7 @@ def test_every_way_reaches_the_same_weights(row, synthetic_dir, tmp_path, expect
 @pytest.mark.slow
 def test_an_elastic_job_grows_and_shrinks(synthetic_dir, tmp_path):
     """One node begins, a second joins, and the first goes on when that one is killed."""
-    command = row("torchrun, elastic").command.replace("timeout=10", "timeout=3")
+    command = LAUNCH_TABLE["torchrun, elastic"].replace("timeout=10", "timeout=3")
     flags = (
         f"--dataset synthetic --data-dir {synthetic_dir} --model linear --epochs 100000 --threads 1"
         f" --no-progress --no-tensorboard --run-dir {tmp_path}/run"
@@ -225,12 +195,11 @@ def test_a_device_that_no_backend_knows():
 )
 def test_torchrun_starts_all_again_after_a_crash(method, how, synthetic_dir, tmp_path, expected):
     """Ranks that start again must not meet at the addresses of the attempt before."""
-    command = row(method).command.replace("train_ddp.py", f"{ALTERED} train_ddp.py")
-    again = Row(method, command.replace("torchrun", "torchrun --max_restarts 1"), row(method).nodes)
+    command = LAUNCH_TABLE[method].replace("train_ddp.py", f"{ALTERED} train_ddp.py")
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
     crash = {"ALTER": how, "ALTER_RANK": "1", "ALTER_AT": "1", "ALTER_ONCE": ""}
-    crash["ALTER_FLAG"] = str(tmp_path / "crashed")
-    for ended in finish_all(launch(again, flags, tmp_path, literal=False, **crash), 120):
+    crash |= {"ALTER_FLAG": str(tmp_path / "crashed"), "PET_MAX_RESTARTS": "1"}
+    for ended in finish_all(launch(command, flags, tmp_path, literal=False, **crash), 120):
         assert ended.returncode == 0, ended.text
     assert (tmp_path / "crashed").exists()
     assert summary(tmp_path / "run")["weights_sha256"] == expected
