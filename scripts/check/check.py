@@ -31,12 +31,11 @@ CODE = {".py", ".yaml", ".yml", ".json", ".toml", ".cfg", ".ini", ".txt"}
 SKIPPED = {".git", "__pycache__", "node_modules", ".venv", "venv", "env", "wandb", "runs"}
 SMALL, ENTRIES = 2**20, 5000  # bytes of a file that is copied; entries that are looked at
 MOST_RANKS = 8
-LAUNCHERS = re.compile(  # variables of launchers, which a script must not find here
-    "RANK$|WORLD_SIZE$|LOCAL_|GROUP_|NODE_RANK|MASTER_|TORCHELASTIC|CUDA_VIS|SLURM(?!_CPUS)|OMPI|PMI"
-)
+# Variables of launchers, which a script must not find here.
+LAUNCHERS = re.compile("RANK$|WORLD_SIZE$|LOCAL_|GROUP_|MASTER_|TORCHELASTIC|SLURM(?!_CPUS)|PMI")
 SETTINGS = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
-SETTINGS |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-SETTINGS |= {"TORCH_DISTRIBUTED_DEBUG": "INFO"}  # DDP names the parameters that it missed
+# With INFO, DDP names the parameters that it missed.
+SETTINGS |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_DISTRIBUTED_DEBUG": "INFO"}
 
 
 class Ranks:
@@ -117,10 +116,10 @@ class Ranks:
             job = Job(self.connections[: wanted[0]], about)
             if not job.follow():
                 self.stop()
-            about |= job.report(root)
+            report = job.report(root)
             shutil.rmtree(root.parent, ignore_errors=True)
             wanted = next((end["wants"] for end in job.ends.values() if "wants" in end), wanted)
-        return verdict.judge(about | {"seconds": time.monotonic() - began})
+        return verdict.judge(about | report | {"seconds": time.monotonic() - began})
 
 
 class Job:
@@ -171,17 +170,14 @@ class Job:
 
     def _resolve(self) -> None:
         """Let a collective begin for which all its ranks have come, or find why it never will."""
-        for name, ranks in [(call["name"], call["ranks"]) for call in self.waiting.values()]:
+        for what, ranks in [(call["what"], call["ranks"]) for call in self.waiting.values()]:
             calls = [self.waiting[rank] for rank in ranks if rank in self.waiting]
             if len(calls) < len(ranks) or any(call["ranks"] != ranks for call in calls):
                 continue
-            facts = [call["facts"] for call in calls]
-            if any(call["name"] != name for call in calls):
-                return self._disagree("other collectives")
-            if name == "init_process_group":
-                if sorted(own["rank"] for own in facts) != ranks:
+            if all(call["what"].startswith("init_process_group") for call in calls):
+                if sorted(call["facts"]["rank"] for call in calls) != ranks:
                     return self._disagree("equal ranks")
-            elif any(own != facts[0] for own in facts):
+            elif any(call["what"] != what for call in calls):
                 return self._disagree("other collectives")
             late = time.monotonic() > self.deadline - 0.4 * self.limit
             self._answer(ranks, "cut" if late else "go")

@@ -105,7 +105,7 @@ def call(name: str, ranks: list[int] | None = None, /, **facts: Any) -> None:
     """Announce a collective, and wait until all its ranks have announced theirs."""
     what = f"{name}({', '.join(f'{key}={value}' for key, value in facts.items())})"
     with _lock:
-        tell("call", name=name, ranks=ranks or list(range(state.world)), facts=facts, what=what)
+        tell("call", what=what, facts=facts, ranks=ranks or list(range(state.world)))
         answer = state.connection.recv()
     if answer == "stop":
         leave("stopped")
