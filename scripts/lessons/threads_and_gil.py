@@ -16,6 +16,7 @@ import torch.distributed as dist
 from _lesson import start, values
 
 PAUSE = 0.005  # seconds between two ticks
+FEW = 4  # ticks before the call takes the GIL, or after it
 
 
 def python_call() -> None:
@@ -34,37 +35,28 @@ def python_loop() -> None:
         pass
 
 
-def ticks_during(call: Callable[[], None]) -> int:
-    """Count how often another thread of this process runs during ``call``."""
-    ticks: list[float] = []
-    done = threading.Event()
-
-    def tick() -> None:
-        while not done.is_set():
-            ticks.append(time.perf_counter())
-            time.sleep(PAUSE)
-
-    ticker = threading.Thread(target=tick)
-    ticker.start()
-    begin = time.perf_counter()
-    call()
-    end = time.perf_counter()
-    done.set()
-    # The call releases the GIL at its end.
-    return sum(begin < moment < end - 4 * PAUSE for moment in ticks)
+def ticks_while(is_busy: Callable[[], bool]) -> int:
+    """Count how often this thread runs while another thread or process is busy."""
+    ticks = 0
+    while is_busy():
+        ticks += 1
+        time.sleep(PAUSE)
+    return ticks
 
 
-def ticks_beside(rank: int, world_size: int) -> int:
-    """Count how often rank 1 runs while rank 0, another process, is in ``python_call``."""
+def ticks_beside_thread(call: Callable[[], None]) -> int:
+    other = threading.Thread(target=call)
+    other.start()
+    return ticks_while(other.is_alive)
+
+
+def ticks_beside_process(rank: int, world_size: int) -> int:
+    """Count on rank 1, while rank 0 is in ``python_call``."""
     dist.barrier()
     if rank == 0:
         python_call()
     meeting: Any = dist.barrier(async_op=True)  # complete after rank 0's call
-    ticks = 0
-    while not meeting.is_completed():
-        ticks += 1
-        time.sleep(PAUSE)
-    return ticks
+    return ticks_while(lambda: not meeting.is_completed())
 
 
 def cores_used_by_two_threads() -> float:
@@ -79,8 +71,8 @@ def cores_used_by_two_threads() -> float:
 def main() -> dict[str, bool]:
     # A free-threaded build (python3.13t and later) may have none; older versions always have one.
     gil = getattr(sys, "_is_gil_enabled", lambda: True)()
-    in_python, in_torch = ticks_during(python_call), ticks_during(torch_call)
-    in_process, cores = values(ticks_beside, 2)[1], cores_used_by_two_threads()
+    in_python, in_torch = map(ticks_beside_thread, (python_call, torch_call))
+    in_process, cores = values(ticks_beside_process, 2)[1], cores_used_by_two_threads()
     print(f"Python {sys.version.split()[0]}, GIL {'on' if gil else 'off'}; this thread ran, times")
     print(f"  while another thread was in sum(range(...))  {in_python:5}")
     print(f"  while another thread was in a torch product  {in_torch:5}")
@@ -91,8 +83,8 @@ def main() -> dict[str, bool]:
     return {
         with_gil if gil else without: (in_python < in_process / 4 and cores < 1.2) == gil,
         "torch releases the GIL while it computes: there DataParallel's threads can overlap, in "
-        "the Python code around it they take turns": in_torch > 0,
-        "another process has its own GIL and blocks no other": in_process > 0,
+        "the Python code around it they take turns": in_torch > FEW,
+        "another process has its own GIL and blocks no other": in_process > FEW,
     }
 
 
