@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import models
 from utils import config
+from utils.device import select_devices, setup_device
 
 DEVICES = [2**i for i in range(11)]
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes at which DDP closes a bucket
@@ -144,13 +145,10 @@ def build_step(
 
 def measure(args: argparse.Namespace) -> tuple[Step, Link, list[float]]:
     """Return a step alone, the link, and seconds of DDP's steps. Collective."""
-    on_gpu = torch.cuda.is_available() and args.device != "cpu"
-    device = torch.device("cpu")
-    if on_gpu:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    torch.set_num_threads(args.threads)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    devices = select_devices(args.device)
+    device = devices[int(os.environ["LOCAL_RANK"]) % len(devices)]
+    setup_device(device, args.threads)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     raw_model, other = (models.build_model(args.model).to(device) for _ in range(2))
     alone = build_step(raw_model, args.batch_size, device)
     model = DistributedDataParallel(other, gradient_as_bucket_view=True)
