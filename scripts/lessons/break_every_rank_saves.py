@@ -49,10 +49,13 @@ def work(rank: int, world_size: int, case: str, folder: Path) -> str:
     if rank == 0:
         torch.save(OLD, path)
     dist.barrier()
-    if rank == (1 if case == IN_PLACE else 0):
-        save_half(path if case == IN_PLACE else temporary)
+    if case == IN_PLACE and rank == 1:
+        save_half(path)
+    if case == CURE and rank == 0:
+        save_half(temporary)
     dist.barrier()
     meanwhile = load(path)
+    dist.barrier()
     if case == CURE and rank == 0:
         torch.save(NEW, temporary)
         os.replace(temporary, path)  # atomic: a reader gets the old file or the new one
