@@ -18,7 +18,6 @@
 #   RDZV_ID         name of the job, for several jobs at one address (mnist-ddp). A job with the same
 #                   name and flags continues a run that was killed or failed, and says so
 #   RDZV_TIMEOUT    seconds to wait for all processes (120)
-#   LAST_CALL       seconds that an elastic job waits for more machines than MIN (10)
 #   MAX_RESTARTS    how often to start all processes again after a crash (0; elastic: 3)
 #   SCRIPT          what to start (train_ddp.py)
 #   TORCHRUN        the launcher (torchrun, or the one in .venv)
@@ -51,7 +50,7 @@ if [[ -z ${NNODES:-} && -n ${MASTER_ADDR:-} ]]; then
     fail "MASTER_ADDR is set, but NNODES is not: set it to the number of machines (1: only this one)"
 fi
 NNODES=${NNODES:-1} MASTER_PORT=${MASTER_PORT:-29500} NODE_RANK=${NODE_RANK:-}
-RDZV_TIMEOUT=${RDZV_TIMEOUT:-120} LAST_CALL=${LAST_CALL:-10}
+RDZV_TIMEOUT=${RDZV_TIMEOUT:-120}
 least=${NNODES%:*} most=${NNODES#*:}
 if ! [[ $NNODES =~ ^([1-9][0-9]{0,5}:)?[1-9][0-9]{0,5}$ ]] || ((least > most)); then
     fail "NNODES=$NNODES is neither a number of machines nor MIN:MAX"
@@ -59,7 +58,6 @@ fi
 MAX_RESTARTS=${MAX_RESTARTS:-$((least < most ? 3 : 0))}
 check_number MASTER_PORT 1
 check_number RDZV_TIMEOUT 1
-check_number LAST_CALL 0
 check_number MAX_RESTARTS 0
 if [[ $NNODES != 1 && -z ${MASTER_ADDR:-} ]]; then
     fail "NNODES=$NNODES needs MASTER_ADDR, the address of one of the machines"
@@ -99,7 +97,8 @@ elif [[ -n $NODE_RANK ]]; then
     command+=(--nnodes "$NNODES" --node_rank "$NODE_RANK" --master_addr "$MASTER_ADDR"
         --master_port "$MASTER_PORT" --rdzv-conf "timeout=$RDZV_TIMEOUT")
 else
-    conf="join_timeout=$RDZV_TIMEOUT,read_timeout=$RDZV_TIMEOUT,last_call_timeout=$LAST_CALL"
+    # An elastic job waits ten seconds for more machines than MIN.
+    conf="join_timeout=$RDZV_TIMEOUT,read_timeout=$RDZV_TIMEOUT,last_call_timeout=10"
     if is_unnoticed_host; then conf+=",is_host=true"; fi
     command+=(--nnodes "$NNODES" --rdzv_backend c10d --rdzv_endpoint "$MASTER_ADDR:$MASTER_PORT"
         --rdzv_id "${RDZV_ID:-mnist-ddp}" --rdzv-conf "$conf")

@@ -152,12 +152,10 @@ def test_a_dry_run_anywhere_on_the_line_starts_nothing(name, copy):
 
 
 def test_settings_reach_the_command(copy):
-    """A job's own name, how long an elastic job waits, and hosts from a file."""
-    elastic = {"NNODES": "1:4", "MASTER_ADDR": "a", "RDZV_ID": "mine", "LAST_CALL": "7"}
-    elastic["NPROC_PER_NODE"] = "1"
+    """A job's own name, and hosts from a file."""
+    elastic = {"NNODES": "1:4", "MASTER_ADDR": "a", "RDZV_ID": "mine", "NPROC_PER_NODE": "1"}
     told = succeed(finish(faked(copy, "run_torchrun.sh", "--dry-run", **elastic))).stdout
     assert "--rdzv_id mine " in told
-    assert "last_call_timeout=7" in told
     (copy / "hosts").write_text("# ours\nnode7 slots=8\n\nme@node8  # new\n")
     hosts = {"HOSTFILE": "hosts", "NPROC_PER_NODE": "1"}
     told = succeed(finish(faked(copy, "run_ssh.sh", "--dry-run", **hosts))).stdout
