@@ -26,12 +26,6 @@ CONTRACT = """
 """
 
 
-def events(run_dir):
-    accumulator = EventAccumulator(str(run_dir))
-    accumulator.Reload()
-    return accumulator
-
-
 def state(run_dir):
     return torch.load(run_dir / "checkpoints" / "last.pt", weights_only=True, map_location="cpu")
 
@@ -64,7 +58,7 @@ def test_a_script_trains_and_reports(technique, training):
     names = {path.name for path in training.folder.iterdir()}
     assert {"args.json", "metrics.jsonl", "checkpoints", "summary.json"} <= names
 
-    board = events(training.folder)
+    board = EventAccumulator(str(training.folder)).Reload()
     parts = [part for path in ENGLISH for part in sections(path)]
     told = {tag for part in parts for row in rows(part.text) for tag in spans(row[0])}
     assert set(board.Tags()["scalars"]) == {
@@ -129,7 +123,8 @@ def test_any_script_resumes_any_other(synthetic_dir, tmp_path):
         assert (facts["technique"], facts["global_step"]) == (technique, 10 * (i + 1))
         assert facts["resumed_from"] == (10 * i or None)
         assert [row["epoch"] for row in rows_so_far] == [1], "the unfinished epoch's is replaced"
-    curve = events(training.folder).Scalars("running_mean_rank_0/loss")
+    board = EventAccumulator(str(training.folder)).Reload()
+    curve = board.Scalars("running_mean_rank_0/loss")
     steps = [event.step // 96 for event in curve]
     assert steps == list(range(1, 101)), "TensorBoard shows one curve"
 
