@@ -8,7 +8,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +65,10 @@ class Verdict:
     ranks: int
     nodes: int
     seconds: float
-    findings: list[Finding] = field(default_factory=list)
-    not_seen: list[str] = field(default_factory=list)
-    could_not: str = ""
-    status: int = 0
+    findings: list[Finding]
+    not_seen: list[str]
+    could_not: str
+    status: int
 
     def __str__(self) -> str:
         hosts = f" on {self.nodes} hosts" if self.nodes > 1 else ""
@@ -95,13 +95,11 @@ def judge(report: Facts) -> Verdict:
         by_kind.setdefault(finding.kind, finding)
     if "unused parameters" in by_kind:  # which is why they differ
         by_kind.pop("gradients differ", None)
-    verdict = Verdict(report["script"], report["world"], report["nodes"], report["seconds"])
-    verdict.findings = list(by_kind.values())
-    verdict.could_not = _could_not(report, set(by_kind))
-    verdict.not_seen = list(_not_seen(report))
-    is_wrong = any(finding.level == "WRONG" for finding in verdict.findings)
-    verdict.status = 1 if is_wrong else 3 if verdict.could_not else 0
-    return verdict
+    could_not = _could_not(report, set(by_kind))
+    is_wrong = any(finding.level == "WRONG" for finding in found)
+    status = 1 if is_wrong else 3 if could_not else 0
+    said = list(by_kind.values()), list(_not_seen(report)), could_not, status
+    return Verdict(report["script"], report["world"], report["nodes"], report["seconds"], *said)
 
 
 def _told(report: Facts, *kinds: str) -> list[Facts]:
