@@ -91,13 +91,10 @@ class Ranks:
         limit: float = 120.0,
         folder: Path | None = None,
         module: str = "",
-    ) -> "verdict.Verdict":
+    ) -> verdict.Verdict:
         """Run a script, and judge it. Run it again if it starts its ranks itself, or wants others.
 
-        Args:
-            limit: seconds until a run is ended.
-            folder: that in which the script runs, or the current one.
-            module: the script's name as a module.
+        It runs in ``folder``, or in the current one, for at most ``limit`` seconds.
         """
         began, script, folder = time.monotonic(), script.resolve(), (folder or Path.cwd()).resolve()
         home = _home(script, folder)

@@ -52,7 +52,8 @@ def inside(path: Any, use: str) -> Any:
         if _is_own(real) or (use == "r" and (os.path.isdir(real) or not has_twin)):
             return path
         if not has_twin:
-            record.tell("redirected", what=os.path.dirname(real))
+            if not _is_own(_real(path, "n")):  # as a link in the copy is
+                record.tell("redirected", what=os.path.dirname(real))
             os.makedirs(os.path.dirname(twin), exist_ok=True)
             if os.path.isfile(real) and os.path.getsize(real) < LARGE:
                 shutil.copyfile(real, twin)

@@ -121,13 +121,13 @@ def _run_as_rank(processes: list[Any]) -> None:
 
 def _sent(given: Any) -> Any:
     """Return what a host's first rank has: what its parent drew by chance goes to all of them."""
-    path = f"{state.root}/.given{state.node}"
+    path = Path(state.root, f".given{state.node}")
     if state.rank % state.each == 0:
-        with open(path, "wb") as file, contextlib.suppress(Exception):  # such as a queue
-            pickle.dump(given, file)
+        with contextlib.suppress(Exception):  # something that has no copy, such as a queue
+            path.write_bytes(pickle.dumps(given))
     record.call("the start of the ranks")
-    with contextlib.suppress(Exception), open(path, "rb") as file:
-        return pickle.load(file)
+    with contextlib.suppress(Exception):
+        return pickle.loads(path.read_bytes())
     return given
 
 
