@@ -71,18 +71,18 @@ def test_grad_mode_and_the_dtype_of_autocast_reach_the_threads():
     class Recording(nn.Linear):
         def forward(self, inputs):
             outputs = super().forward(inputs)
-            found.append(outputs)
+            found.append((outputs.dtype, torch.is_grad_enabled()))
             return outputs.float()
 
     model, precision = Recording(4, 4).float(), device.Precision(CPU, "fp16")
     wrapped, inputs = CPUDataParallel(model, 2), torch.zeros(4, 4, dtype=torch.float32)
     with torch.no_grad():
         wrapped(inputs)
-        assert [outputs.requires_grad for outputs in found] == [False] * 2
+        assert found == [(torch.float32, False)] * 2
     for dtype in (torch.bfloat16, torch.float16):
         with precision.autocast():
             wrapped(inputs)
-        assert [outputs.dtype for outputs in found[-2:]] == [dtype] * 2
+        assert found[-2:] == [(dtype, True)] * 2
         keep_autocast_dtype(model, precision)
 
 
