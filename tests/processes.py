@@ -144,22 +144,6 @@ def torchrun(processes, name, *args):
     return [*STANDALONE, processes, *script(name, *args)[1:]]
 
 
-def command(technique, processes, *flags):
-    """Return a training command on that many devices; ``gpus`` is DataParallel on GPUs."""
-    if technique == "gpus":
-        return script("train_dp.py", *flags)
-    if technique == "ddp":
-        return torchrun(processes, "train_ddp.py", *flags)
-    if technique == "spawn":
-        return script("train_ddp.py", "--nprocs", processes, *flags)
-    replicas = ["--replicas", processes] if technique == "dp" else []
-    return script(f"train_{technique}.py", *replicas, *flags)
-
-
-def flags(data_dir, run_dir, *extra):
-    return ["--dataset", "synthetic", "--data-dir", data_dir, "--run-dir", run_dir, *extra]
-
-
 def copy_project(folder, data_dir=None):
     """Copy the project without its tests, and return the folder."""
     leave = shutil.ignore_patterns(".*", "runs", "data", "__pycache__", "tests")
@@ -256,7 +240,12 @@ class Training:
         self.data_dir, self.folder = data_dir, folder
 
     def command(self, technique, *extra, processes=2):
-        return command(technique, processes, *flags(self.data_dir, self.folder, *extra))
+        """Return the command; ``gpus`` is DataParallel on GPUs, ``spawn`` DDP without torchrun."""
+        name = {"gpus": "dp", "spawn": "ddp"}.get(technique, technique)
+        own = {"dp": ["--replicas", processes], "spawn": ["--nprocs", processes]}
+        words = ["--dataset", "synthetic", "--data-dir", self.data_dir, "--run-dir", self.folder]
+        words = [f"train_{name}.py", *own.get(technique, []), *words, *extra]
+        return torchrun(processes, *words) if technique == "ddp" else script(*words)
 
     def start(self, technique, *extra, processes=2, real=False, **variables):
         words = self.command(technique, *extra, processes=processes)
