@@ -129,11 +129,8 @@ PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe
     try:
         for command in commands:
             with open(folder / f"{command[0]}.out", "a") as output:
-                daemons.append(
-                    subprocess.Popen(
-                        command, env=environment(**found), stdout=output, stderr=output
-                    )
-                )
+                to_file = {"stdout": output, "stderr": output}
+                daemons.append(subprocess.Popen(command, env=environment(**found), **to_file))
             time.sleep(1)
         deadline = time.monotonic() + 120
         while run("sinfo", "-h", "-o", "%T", **found).stdout.strip() != "idle":

@@ -3,14 +3,13 @@
 import json
 import os
 import signal
-import sys
 import time
 from contextlib import suppress
 
 import pytest
 import torch.distributed as dist
 
-from tests.processes import ALTERED, ROOT, STANDALONE, finish, flags, run, start, wait_until
+from tests.processes import ROOT, STANDALONE, Training, finish, run, wait_until
 from tests.test_launch import error_lines
 from utils.cluster.job import ADVICE, Job, LostRank
 from utils.cluster.meeting import Meeting, Member
@@ -19,24 +18,31 @@ TIMEOUT = 20  # seconds; more than ranks on a busy machine are apart
 SOON = 200  # no measure: only a wait for what never comes takes longer
 UNKNOWN = ADVICE[True, True]
 SLOW = pytest.mark.slow
+LONG = ["--model", "mlp", "--max-steps", 400, "--save-every-steps", 2, "--no-tensorboard"]
+LONG += ["--timeout", TIMEOUT]
 
 
-def start_altered(how, when, rank, processes, folder, *words, **more):
-    """Start ranks of which one goes wrong, by torchrun unless the words have ``--nprocs``."""
-    launcher = [sys.executable] if "--nprocs" in words else [*STANDALONE, processes]
-    variables = {"ALTER": how, "ALTER_RANK": str(rank), "ALTER_AT": str(when)} | more
-    variables["ALTER_FLAG"] = str(folder / "flag")
-    return start(*launcher, ALTERED, "train_ddp.py", *words, "--threads", 1, **variables)
+@pytest.fixture
+def training(synthetic_dir, tmp_path):
+    """Trainings whose epoch has 312 steps, so that ranks get lost in the middle of it."""
+    return Training(synthetic_dir, tmp_path / "run")
 
 
-def fail(how, when, rank, processes, folder, *words, then=signal.SIGKILL, **more):
+def start_altered(training, how, when, rank, *extra, technique="ddp", **more):
+    """Start a training of which one rank goes wrong, and return where it notes the moment."""
+    flag = training.folder.with_name("flag")
+    variables = {"ALTER": how, "ALTER_RANK": str(rank), "ALTER_AT": str(when)}
+    return training.start(technique, *extra, ALTER_FLAG=str(flag), **variables, **more), flag
+
+
+def fail(training, how, when, rank, *extra, then=signal.SIGKILL, **more):
     """Let one rank go wrong; return what came of it, and when it went wrong.
 
     Args:
         then: the signal for a rank that was stopped, once another one has named it.
     """
-    flag, said = folder / "flag", ""
-    process = start_altered(how, when, rank, processes, folder, *words, **more)
+    process, flag = start_altered(training, how, when, rank, *extra, **more)
+    said = ""
     if how == "SIGSTOP":
         while process.poll() is None and ".py: error: " not in said:
             said += process.stderr.readline()
@@ -49,20 +55,14 @@ def fail(how, when, rank, processes, folder, *words, then=signal.SIGKILL, **more
     return ended, flag.stat().st_mtime
 
 
-def in_training(data_dir, folder):
-    extra = ["--model", "mlp", "--max-steps", 400, "--save-every-steps", 2, "--no-tensorboard"]
-    return flags(data_dir, folder / "run", *extra, "--timeout", TIMEOUT)
-
-
-def check_status(folder, rank, begin, words, step=7):
+def check_status(training, rank, begin, words, step=7):
     """Rank 0 has written soon who is lost. What takes longer is the launcher's end."""
-    path = folder / "run" / "status.json"
-    told = json.loads(path.read_text())
+    told = training.status
     assert (told["state"], told["ranks"]) == ("failed", [rank]), told
     assert f"rank 0 lost rank {rank} (" in told["reason"], told
     assert f" at step {step}: " in told["reason"], told
     assert words in told["reason"], told
-    assert path.stat().st_mtime - begin < SOON
+    assert (training.folder / "status.json").stat().st_mtime - begin < SOON
 
 
 @pytest.mark.parametrize(
@@ -78,28 +78,26 @@ def check_status(folder, rank, begin, words, step=7):
         pytest.param("nan", 1, 2, "the loss is nan at step 8 on rank 1", marks=SLOW),
     ],
 )
-def test_the_rank_that_failed_is_named(how, rank, processes, cause, synthetic_dir, tmp_path):
-    words = in_training(synthetic_dir, tmp_path)
+def test_the_rank_that_failed_is_named(how, rank, processes, cause, training):
     busy = {"ALTER_BUSY": "2"} if how == "leave" else {}  # one computes when the rank leaves
-    ended, begin = fail(how, 7, rank, processes, tmp_path, *words, **busy)
+    ended, begin = fail(training, how, 7, rank, *LONG, processes=processes, **busy)
     healthy = [other for other in range(processes) if other != rank]
     assert not any(f"lost rank {other} (" in ended.text for other in healthy), ended.text
     if how not in ("raise", "nan"):  # these say it themselves, and torchrun ends the others
         assert sum("lost rank" in line for line in error_lines(ended)) == 1, ended.text
     if rank:
-        check_status(tmp_path, rank, begin, cause, 8 if how == "nan" else 7)
+        check_status(training, rank, begin, cause, 8 if how == "nan" else 7)
     if rank == 0:  # whose store ends with it
         assert any("lost rank 0 (" in line and cause in line for line in error_lines(ended))
     assert cause in ended.text, ended.text
-    assert (tmp_path / "run" / "checkpoints" / "last.pt").exists()
+    assert training.is_saved()
     assert cause in ended.text.partition("FAILED")[2] or how == "nan", "torchrun's summary"
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGSTOP", marks=SLOW)])
-def test_without_a_launcher_too(how, synthetic_dir, tmp_path):
-    words = [*in_training(synthetic_dir, tmp_path), "--nprocs", 2]
-    ended, begin = fail(how, 7, 1, 2, tmp_path, *words)
-    check_status(tmp_path, 1, begin, UNKNOWN)
+def test_without_a_launcher_too(how, training):
+    ended, begin = fail(training, how, 7, 1, *LONG, technique="spawn")
+    check_status(training, 1, begin, UNKNOWN)
     first, *others = error_lines(ended)
     assert "rank 0 lost rank 1 (" in first
     assert all("rank 1 (pid " in line and "killed by SIGKILL" in line for line in others), others
@@ -115,16 +113,14 @@ def test_without_a_launcher_too(how, synthetic_dir, tmp_path):
         ("code", "the class ConvNet with the hash: "),
     ],
 )
-def test_ranks_that_differ_are_named_before_the_first_step(how, message, synthetic_dir, tmp_path):
+def test_ranks_that_differ_are_named_before_the_first_step(how, message, training):
     """Otherwise the first would hang in its last batch; the others compute nonsense or crash."""
     model = ["--model", "convnet" if how == "code" else "mlp", "--max-steps", 3]
-    words = flags(synthetic_dir, tmp_path / "run", *model, "--nprocs", 2)
-    fault = {"ALTER": how, "ALTER_RANK": "1"}
-    ended = run(sys.executable, ALTERED, "train_ddp.py", *words, **fault)
+    ended = training.run("spawn", *model, ALTER=how, ALTER_RANK="1")
     assert ended.returncode == 2, ended.text
     (line,) = error_lines(ended)
     assert f"rank 1 has {message}" in line
-    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert not training.is_saved()
 
 
 OUT_OF_STEP = """
@@ -163,31 +159,27 @@ def test_calls_of_the_same_size_are_told_apart(tmp_path):
         pytest.param("leave", "group", 0, 2, marks=SLOW),
     ],
 )
-def test_who_does_not_come_to_the_process_group_is_named(
-    how, when, rank, processes, synthetic_dir, tmp_path
-):
+def test_who_does_not_come_to_the_process_group_is_named(how, when, rank, processes, training):
     """Rank 0's store is that of the group: while it is stopped PyTorch waits without a limit."""
-    words = flags(synthetic_dir, tmp_path / "run", "--model", "linear", "--rdzv-timeout", 15)
-    ended, _ = fail(how, when, rank, processes, tmp_path, *words)
+    extra = ["--model", "linear", "--rdzv-timeout", 15]
+    ended, _ = fail(training, how, when, rank, *extra, processes=processes)
     assert f" lost rank {rank} (" in ended.text, ended.text
     healthy = [other for other in range(processes) if other != rank]
     assert not any(f"lost rank {other} (" in ended.text for other in healthy), ended.text
     assert "on all ports" not in ended.text, ended.text
 
 
-def test_a_rank_that_wakes_does_not_blame_those_that_went_on(synthetic_dir, tmp_path):
-    words = in_training(synthetic_dir, tmp_path)
-    ended, _ = fail("SIGSTOP", 7, 1, 2, tmp_path, *words, then=signal.SIGCONT)
+def test_a_rank_that_wakes_does_not_blame_those_that_went_on(training):
+    ended, _ = fail(training, "SIGSTOP", 7, 1, *LONG, then=signal.SIGCONT)
     (woken,) = (line for line in error_lines(ended) if "rank 0 lost rank 1 (" not in line)
     assert "gave up this rank" in woken or "was slower than --timeout" in woken
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGSTOP", marks=SLOW)])
-def test_who_waits_for_the_process_group_hears_a_loss_and_a_signal(how, synthetic_dir, tmp_path):
+def test_who_waits_for_the_process_group_hears_a_loss_and_a_signal(how, training):
     """Nothing can interrupt that wait, which might last for --rdzv-timeout."""
-    extra = ["--model", "linear", "--rdzv-timeout", 300, "--nprocs", 2]
-    flag, words = tmp_path / "flag", flags(synthetic_dir, tmp_path / "run", *extra)
-    process = start_altered(how, "group", 1, 2, tmp_path, *words)
+    extra = ["--model", "linear", "--rdzv-timeout", 300]
+    process, flag = start_altered(training, how, "group", 1, *extra, technique="spawn")
     wait_until(flag.exists)
     if how == "SIGSTOP":  # then nobody knows, but it is asked when a signal comes
         process.terminate()
@@ -201,13 +193,12 @@ def test_who_waits_for_the_process_group_hears_a_loss_and_a_signal(how, syntheti
 
 
 @pytest.mark.parametrize("how", ["SIGSTOP", pytest.param("SIGKILL", marks=SLOW)])
-def test_rank_0_does_not_write_the_results(how, synthetic_dir, tmp_path):
+def test_rank_0_does_not_write_the_results(how, training):
     """The others have nothing left to do, and nobody else would notice."""
     extra = ["--model", "linear", "--max-steps", 20, "--no-tensorboard", "--timeout", TIMEOUT]
-    words = flags(synthetic_dir, tmp_path / "run", *extra)
-    ended, _ = fail(how, "results", 0, 2, tmp_path, *words)
+    ended, _ = fail(training, how, "results", 0, *extra)
     assert "rank 1 lost rank 0 (" in ended.text
-    assert not (tmp_path / "run" / "summary.json").exists()
+    assert not (training.folder / "summary.json").exists()
 
 
 def test_an_error_of_nccl_is_explained_once(monkeypatch):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import command, finish, flags, run, start, succeed, summary, wait_until
+from tests.processes import Training, finish, run, start, succeed, summary, wait_until
 from tests.test_launch import LAUNCH_TABLE, SHORT, error_lines, finish_all
 
 # Root in a container may not make any.
@@ -117,10 +117,10 @@ def expected(synthetic_dir, tmp_path_factory):
 
     @functools.cache
     def weights(world_size):
-        folder = tmp_path_factory.mktemp("expected")
-        words = flags(synthetic_dir, folder, "--model", "linear", "--max-steps", 20)
-        succeed(run(*command("spawn", world_size, *words)))
-        return summary(folder)["weights_sha256"]
+        training = Training(synthetic_dir, tmp_path_factory.mktemp("expected"))
+        extra = ["--model", "linear", "--max-steps", 20]
+        succeed(training.run("spawn", *extra, processes=world_size))
+        return training.summary["weights_sha256"]
 
     return weights
 
@@ -190,15 +190,15 @@ def test_a_host_is_cut_off_in_training(hosts, synthetic_dir, tmp_path):
         assert "Traceback" not in ended.stderr
 
 
-def test_a_name_server_that_never_answers_costs_little(synthetic_dir, tmp_path):
+def test_a_name_server_that_never_answers_costs_little(training, tmp_path):
     """PyTorch asks it for the name of each address; glibc would wait ten seconds each time."""
     (tmp_path / "resolv.conf").write_text("nameserver 127.77.0.1\n")
     with_it = 'mount --bind "$0" /etc/resolv.conf && exec "$@"'
-    words = flags(synthetic_dir, tmp_path / "run", "--max-steps", 3, "--rdzv-timeout", 30)
+    words = training.command("spawn", "--max-steps", 3, "--rdzv-timeout", 30, processes=3)
     wrapper = ["unshare", "-m", "bash", "-c", with_it, tmp_path / "resolv.conf"]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
         silent.bind(("127.77.0.1", 53))
-        ended = run(*wrapper, "env", "-u", "RES_OPTIONS", *command("spawn", 3, *words), real=True)
+        ended = run(*wrapper, "env", "-u", "RES_OPTIONS", *words, real=True)
         silent.settimeout(1)
         assert silent.recv(512), "nobody has asked"
     succeed(ended)

@@ -13,16 +13,15 @@ from torch import nn
 
 import data
 import models
-from tests.processes import run, script, succeed, summary
+from tests.processes import Training, succeed, summary
 from utils.datasets.sources import Source
 
 
 @pytest.fixture(scope="module")
 def trained(synthetic_dir, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trained") / "run"
-    flags = ["--dataset", "synthetic", "--data-dir", synthetic_dir, "--run-dir", folder]
-    succeed(run(*script("train_single.py", *flags, "--max-steps", 120, "--amp", "bf16")))
-    return folder
+    training = Training(synthetic_dir, tmp_path_factory.mktemp("trained") / "run")
+    succeed(training.run("single", "--max-steps", 120, "--amp", "bf16"))
+    return training.folder
 
 
 @pytest.fixture

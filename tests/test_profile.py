@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from tests.processes import PRETENDED, ROOT, run, script, succeed, summary
+from tests.processes import PRETENDED, ROOT, Training, succeed
 from utils.errors import UsageError, guard
 
 sys.path.insert(0, str(ROOT / "scripts" / "tools"))
@@ -141,7 +141,7 @@ def check_result(run_dir, capsys):
 
 SINGLE = {"forward", "Optimizer.step#SGD.step", "aten::_foreach_norm"}
 DP = {"forward", "DataParallel.forward", "DataParallel.scatter"}
-RANKS = ["--nprocs", 2, "--grad-accum-steps", 2, "--bucket-cap-mb", 0.1]
+RANKS = ["--grad-accum-steps", 2, "--bucket-cap-mb", 0.1]
 DDP = {"forward", "DistributedDataParallel.forward", "gloo:all_reduce", "c10d::allreduce_"}
 
 
@@ -150,47 +150,43 @@ DDP = {"forward", "DistributedDataParallel.forward", "gloo:all_reduce", "c10d::a
     [
         ("single", ["--num-workers", 1], SINGLE, set()),
         ("dp", [], DP, {"scatter", "replicate", "gather"}),
-        ("ddp", RANKS, DDP, {"in_backward", "elsewhere"}),
+        ("spawn", RANKS, DDP, {"in_backward", "elsewhere"}),
     ],
 )
-def test_a_profiled_run(name, extra, names, parts, synthetic_dir, tmp_path, capsys):
-    flags = ["--dataset", "synthetic", "--data-dir", synthetic_dir, "--batch-size", 16]
-    flags += ["--run-dir", tmp_path / "run", "--max-steps", 20, "--profile", "--no-tensorboard"]
-    result = succeed(run(*script(f"train_{name}.py", *flags, *extra)))
+def test_a_profiled_run(name, extra, names, parts, training, capsys):
+    words = ["--batch-size", 16, "--max-steps", 20, "--profile", "--no-tensorboard", *extra]
+    result = succeed(training.run(name, *words))
     assert result.stdout.count("profile of 10 steps") == 1, "rank 0 alone prints, and once"
     assert "ERROR" not in result.text, "Kineto misses the GPU"
-    facts = check_result(tmp_path / "run", capsys)
+    facts = check_result(training.folder, capsys)
     assert set(facts["communication_parts"]) == parts
-    for rank in range(2 if name == "ddp" else 1):
-        with gzip.open(tmp_path / "run" / "profile" / f"rank{rank}.json.gz", "rt") as file:
+    for rank in range(2 if name == "spawn" else 1):
+        with gzip.open(training.folder / "profile" / f"rank{rank}.json.gz", "rt") as file:
             found = Counter(e.get("name", "") for e in json.load(file)["traceEvents"])
         assert {*found} >= names
-        if name == "ddp":  # 10 steps of several buckets and one agreement, and nothing else
+        if name == "spawn":  # 10 steps of several buckets and one agreement, and nothing else
             assert found["gloo:all_reduce"] >= 30, "--bucket-cap-mb"
             assert found["gloo:broadcast"] == 0, "each forward waits for rank 0's buffers"
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(PRETENDED, reason="needs a GPU, whose kernels are traced")
-@pytest.mark.parametrize("name", ["single", "dp", "ddp"])
-def test_on_a_gpu_the_clock_is_the_devices(name, synthetic_dir, tmp_path, capsys):
-    flags = ["--dataset", "synthetic", "--data-dir", synthetic_dir, "--run-dir", tmp_path / "run"]
-    succeed(run(*script(f"train_{name}.py", *flags, "--max-steps", 20, "--profile")))
-    assert check_result(tmp_path / "run", capsys)["timeline"] == "device"
+@pytest.mark.parametrize("technique", ["single", "gpus", "spawn"])
+def test_on_a_gpu_the_clock_is_the_devices(technique, training, capsys):
+    succeed(training.run(technique, "--max-steps", 20, "--profile", processes=1))
+    assert check_result(training.folder, capsys)["timeline"] == "device"
 
 
 @pytest.mark.slow
-def test_a_profile_changes_no_weights_and_short_epochs_say_so(synthetic_dir, tmp_path):
-    flags = ["--dataset", "synthetic", "--data-dir", synthetic_dir, "--model", "linear"]
-    flags += ["--batch-size", 6000, "--epochs", 2, "--no-tensorboard", "--run-dir"]
-    hashes = []
-    for folder, extra in ((tmp_path / "with", ["--profile"]), (tmp_path / "without", [])):
-        result = run(*script("train_single.py", *flags, folder, *extra))
-        assert result.stdout.count("profile of 3 steps") == len(extra), "in the first epoch only"
-        hashes.append(summary(folder)["weights_sha256"])
-    assert hashes[0] == hashes[1]
+def test_a_profile_changes_no_weights_and_short_epochs_say_so(short_dir, tmp_path):
+    words = ["--model", "linear", "--batch-size", 192, "--epochs", 2, "--no-tensorboard"]
+    profiled, other = (Training(short_dir, tmp_path / name) for name in ("with", "without"))
+    result = profiled.run("single", *words, "--profile")
+    assert result.stdout.count("profile of 3 steps") == 1, "in the first epoch only"
+    succeed(other.run("single", *words))
+    assert profiled.summary["weights_sha256"] == other.summary["weights_sha256"]
     more = ["--resume", "--profile", "--epochs", 4, "--max-steps", 25]
-    result = run(*script("train_single.py", *flags, tmp_path / "with", *more))
+    result = profiled.run("single", *words, *more)
     assert "profile: too few steps, it takes 8 or more" in result.stdout, result.text
 
 
