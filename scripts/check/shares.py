@@ -38,6 +38,7 @@ GENERATORS: dict[str, tuple[Any, Any]] = {
 }
 NO_WORKERS = {"num_workers": 0, "timeout": 0, "multiprocessing_context": None}
 NO_WORKERS |= {"prefetch_factor": None, "persistent_workers": False, "pin_memory": False}
+NO_WEIGHTS: dict[str, Any] = {}  # stands for weights that a script would download
 whole_lengths = record.Nested()  # while data sets tell them
 _datasets: defaultdict[str, dict[int, Any]] = defaultdict(dict)  # by the lines of their loaders
 _contents: dict[int, list[int] | None] = {}  # by the data set
@@ -246,7 +247,7 @@ def random_split(real: Any, *args: Any, **keywords: Any) -> Any:
 
 def _no_weights(*args: Any, **keywords: Any) -> dict[str, Any]:
     record.tell("left out", what="pretrained weights (fresh ones instead)")
-    return {}
+    return NO_WEIGHTS
 
 
 def _stand_in(real: Any, shape: tuple[int, ...], classes: int, *counts: int) -> Any:

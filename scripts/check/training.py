@@ -277,7 +277,7 @@ def clip_grad_norm_(real: Any, *args: Any, **keywords: Any) -> Any:
 
 @around(nn.Module)
 def load_state_dict(real: Any, self: Any, values: Any, *args: Any, **keywords: Any) -> Any:
-    if not values:  # instead of those that would be downloaded
+    if values is shares.NO_WEIGHTS:
         return modules._IncompatibleKeys([], [])
     for item in wrappers:
         if self is item.ddp or id(self) in item.modules:
