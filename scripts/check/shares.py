@@ -197,9 +197,8 @@ def backward_begins() -> None:
             record.leave("cut", message="the training was ended after two epochs")
         item.trained = True
         if item.drawn and item.number == 0:
-            what = "two ranks train on the same batch"
-            facts = {"level": "WARN", "what": what, "line": item.about["line"]}
-            record.tell("equal shares", same=item.drawn, **facts)
+            facts = {"level": "WARN", "what": "two ranks train on the same batch"}
+            record.tell("equal shares", same=item.drawn, line=item.about["line"], **facts)
 
 
 @around(data.DataLoader, name="__init__")

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from record import around, state
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.modules import module as modules
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -23,7 +24,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook as before_ste
 SHOWN = 40  # steps that are compared
 COLLECTIVE = re.compile("new_group|reduce|gather|broadcast|scatter|all_to_all|barrier")
 NORM_DROPOUT = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
-GradScaler = torch.amp.grad_scaler.GradScaler
 wrappers: list["Watched"] = []
 _names: dict[int, str] = {}  # of parameters that were wrapped
 _averaged: set[int] = set()  # those of them that were to be trained
