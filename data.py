@@ -8,6 +8,7 @@ sample by sample.
 import functools
 import os
 import random
+import sys
 import signal
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -182,6 +183,8 @@ def loader_options(dataset: Any, num_workers: int, device: torch.device) -> dict
         "collate_fn": collate,
         "worker_init_fn": tie_to_parent,
         "persistent_workers": num_workers > 0,
+        # Python 3.14 would start workers by a server, which would then be their parent.
+        "multiprocessing_context": "fork" if num_workers and sys.platform == "linux" else None,
         # Only pinned memory can be copied to a GPU while the host goes on.
         "pin_memory": on_host and device.type == "cuda",
     }

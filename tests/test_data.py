@@ -281,7 +281,15 @@ def test_weights_are_drawn_with_replacement_and_shared_out():
     assert len(set(orders[0])) < 60, "each at most once"
 
 
-def test_loader_workers_and_a_resident_set_give_the_same_batches():
+@pytest.fixture
+def python_3_14():
+    """Starts processes through a server, unless a start method is named."""
+    multiprocessing.set_start_method("forkserver", force=True)
+    yield
+    multiprocessing.set_start_method(None, force=True)
+
+
+def test_loader_workers_and_a_resident_set_give_the_same_batches(python_3_14):
     dataset = Set(50)
     plain = [labels.tolist() for labels in dataset.labels.split(7)]
     for each, workers in ((dataset, 2), (dataset, 0), (dataset.to(CPU), 0)):
