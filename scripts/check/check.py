@@ -123,8 +123,8 @@ class Job:
     """One run of a script: answer the ranks' collectives, and gather what they tell."""
 
     def __init__(self, connections: list[Connection], request: dict[str, Any]) -> None:
-        self.connections, self.limit = connections, request["limit"]
-        self.deadline = time.monotonic() + self.limit
+        self.connections, now = connections, time.monotonic()
+        self.late, self.deadline = now + 0.6 * request["limit"], now + request["limit"]
         self.waiting: dict[int, dict[str, Any]] = {}  # the ranks' calls
         self.ends: dict[int, dict[str, Any]] = {}
         self.events: list[dict[str, Any]] = []
@@ -176,8 +176,7 @@ class Job:
                     return self._disagree("equal ranks")
             elif any(call["what"] != what for call in calls):
                 return self._disagree("other collectives")
-            late = time.monotonic() > self.deadline - 0.4 * self.limit
-            self._answer(ranks, "cut" if late else "go")
+            self._answer(ranks, "cut" if time.monotonic() > self.late else "go")
         if self.waiting and len(self.waiting.keys() | self.ends.keys()) == len(self.connections):
             if all(end["how"] == "ended" for end in self.ends.values()):
                 self._disagree("a rank stops alone" if self.ends else "other collectives")
