@@ -144,6 +144,13 @@ def forward(real: Any, self: Any, *args: Any, **keywords: Any) -> Any:
 
 
 @around(DDP)
+def __getstate__(real: Any, self: Any) -> Any:
+    """Save a whole wrapper as if nobody watched it."""
+    ours = "_watched", "_comm_hooks"
+    return {name: value for name, value in real(self).items() if name not in ours}
+
+
+@around(DDP)
 def _sync_buffers(real: Any, self: Any) -> None:
     record.call("buffers", self._watched.ranks)
     with record.quietly:
