@@ -8,8 +8,8 @@ sample by sample.
 import functools
 import os
 import random
-import sys
 import signal
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
