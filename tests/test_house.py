@@ -62,7 +62,7 @@ def test_a_room_stays_within_its_lines(room, limit):
 
 @pytest.mark.parametrize(
     ("folder", "limit"),
-    [(".", 24_800), ("tests", 7_750), ("scripts/tools", 1_710), ("scripts/check", 1_929)],
+    [(".", 24_805), ("tests", 7_755), ("scripts/tools", 1_710), ("scripts/check", 1_929)],
 )
 def test_a_folder_stays_within_its_lines(folder, limit):
     listed = subprocess.run(["git", "ls-files", "-z", folder], cwd=ROOT, capture_output=True)
