@@ -95,7 +95,7 @@ for kind in vars(torch.optim).values():
 """
 
 
-OUTSIDE = """import os, shutil, sys
+OUTSIDE = """import contextlib, os, shutil, sys
 from pathlib import Path
 os.environ["RANK"] == "0" or sys.exit(0)
 other = Path("OTHER")
@@ -108,14 +108,10 @@ assert (other / "logs/x").read_text() == "13"
 (other / "logs/x").chmod(0)
 (other / "logs/x").unlink()
 shutil.rmtree(other / "logs")
-for change in (
-    lambda: os.remove("x", dir_fd=os.open(other / "logs", os.O_RDONLY)),
-    lambda: os.rename(src=other / "logs/x", dst="x"),
-):
-    try:
-        change()
-    except PermissionError:
-        pass
+with contextlib.suppress(PermissionError):
+    os.remove("x", dir_fd=os.open(other / "logs", os.O_RDONLY))
+with contextlib.suppress(PermissionError):
+    os.rename(src=other / "logs/x", dst="x")
 """
 
 
