@@ -51,7 +51,7 @@ ARROWS = {name_of(path): {module for module, _ in imports(path)} for path in PRO
         *(([path], 100) for path in LESSONS),
         *(([path], 55) for path in MINIMAL if path != COMPLETE),
         ([COMPLETE], 135),
-        (CHECK, 1313),
+        (CHECK, 1324),
     ],
     ids=lambda value: str(len(value)) + name_of(value[0]) if isinstance(value, list) else "",
 )
@@ -62,7 +62,7 @@ def test_a_room_stays_within_its_lines(room, limit):
 
 @pytest.mark.parametrize(
     ("folder", "limit"),
-    [(".", 24_805), ("tests", 7_755), ("scripts/tools", 1_710), ("scripts/check", 1_929)],
+    [(".", 24_830), ("tests", 7_765), ("scripts/tools", 1_710), ("scripts/check", 1_946)],
 )
 def test_a_folder_stays_within_its_lines(folder, limit):
     listed = subprocess.run(["git", "ls-files", "-z", folder], cwd=ROOT, capture_output=True)

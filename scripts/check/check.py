@@ -10,11 +10,13 @@ nothing wrong, 1 something wrong, 2 usage, 3 not judged. docs/check.md says what
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -101,12 +103,16 @@ class Ranks:
         folder = folder if folder.is_relative_to(home) else script.parent
         about: dict[str, Any] = {"nodes": nodes, "limit": limit, "arguments": arguments}
         about |= {"script": str(script.relative_to(home)), "folder": str(folder.relative_to(home))}
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            about["port"] = free.getsockname()[1]
         about |= {"module": module, "polls": "while not os.path" in _text(script)}
         tried: list[tuple[int, str]] = []
         wanted = (ranks, "torchrun")
         while wanted not in tried and 2 <= wanted[0] <= MOST_RANKS and wanted[0] % nodes == 0:
             tried.append(wanted)
-            root = Path(tempfile.mkdtemp(dir=self.home), "code")
+            run = Path(tempfile.mkdtemp(dir=self.home))
+            root = Path(run, *home.parts[1:][-3:-1], home.name or "code")
+            link_around(home, root)
             copy_code(home, root)
             about |= {"world": wanted[0], "mode": wanted[1], "root": str(root)}
             self.start(wanted[0])
@@ -114,7 +120,7 @@ class Ranks:
             if not job.follow():
                 self.stop()
             report = job.report(root)
-            shutil.rmtree(root.parent, ignore_errors=True)
+            shutil.rmtree(run, ignore_errors=True)
             wanted = next((end["wants"] for end in job.ends.values() if "wants" in end), wanted)
         return verdict.judge(about | report | {"seconds": time.monotonic() - began})
 
@@ -211,6 +217,15 @@ def _home(script: Path, folder: Path) -> Path:
     if script.is_relative_to(folder) and folder not in (Path.home(), Path("/"), Path("/tmp")):
         return folder
     return next((p for p in script.parents if (p / ".git").exists()), script.parent)
+
+
+def link_around(source: Path, target: Path) -> None:
+    """Let ../data and ../../data lead from the copy to where they lead from the folder itself."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for real, own in list(zip(source.parents, target.parents, strict=False))[:2]:
+        for entry in itertools.islice(os.scandir(real), ENTRIES) if real.name else ():
+            if not (own / entry.name).exists() and entry.path != str(source):
+                (own / entry.name).symlink_to(entry.path)
 
 
 def copy_code(source: Path, target: Path) -> None:

@@ -56,7 +56,8 @@ def run(connection: Connection, request: dict[str, Any]) -> NoReturn:
     signal.alarm(int(request["limit"]) + 60)  # if nobody is left who would end this process
     launched: dict[str, Any] = {"RANK": state.rank, "WORLD_SIZE": state.world, "LOCAL_RANK": local}
     launched |= {"LOCAL_WORLD_SIZE": state.each, "GROUP_RANK": state.node, "NODE_RANK": state.node}
-    launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500, "TORCHELASTIC_RUN_ID": "check"}
+    launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": request["port"]}
+    launched["TORCHELASTIC_RUN_ID"] = "check"
     for name, value in launched.items() if state.mode == "torchrun" else ():
         os.environ[name] = str(value)
     os.environ["TMPDIR"] = state.root

@@ -209,7 +209,8 @@ modules.register_module_forward_hook(_module_ends, always_call=True)
 
 @around(torch.autograd)
 def _engine_run_backward(real: Any, *args: Any, **keywords: Any) -> Any:
-    if keywords.get("accumulate_grad"):  # not in torch.autograd.grad
+    # Not in torch.autograd.grad, and not in the backward that checkpointing makes within another.
+    if keywords.get("accumulate_grad") and not _backwards.depth:
         shares.backward_begins()
         for item in wrappers:
             item.note("B")

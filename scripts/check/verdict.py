@@ -128,7 +128,7 @@ def _errors(report: Facts) -> Found:
         if kind == "unused parameters":
             names = re.search(r"Parameters which did not receive grad for rank \d+: (.*)", message)
             yield kind, {**end, "unused": names[1][:200] if names else "some"}
-        elif kind == TWO and ("only once" in message or any("FF" in own for own in calls)):
+        elif kind == TWO and any(re.search("F[^B]*F|B[^Ff]*B", own) for own in calls):
             yield kind, {**end, "what": f"DDP says {message.splitlines()[0][:120]}"}
 
 
