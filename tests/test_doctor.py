@@ -17,6 +17,7 @@ def healthy(rank):
     """Facts of four ranks on two hosts with two cores and two GPUs each."""
     return {
         "host": f"node{rank // 2}",
+        "versions": "torch 2.15",
         "address": f"10.0.0.{rank // 2 + 1}",
         "cores": 2,
         "device": f"cuda:{rank % 2}",
@@ -42,6 +43,7 @@ def examine(**changes):
 @pytest.mark.parametrize(
     ("check", "words", "changes"),
     [
+        ("versions", "torch 2.14 on node1", {"versions": "torch 2.14"}),
         ("hostnames", "127.0.1.1", {"unreachable": ["node1 resolves to 127.0.1.1"]}),
         ("devices", "rank 3 shares cuda:1", {"uuid": "GPU-2"}),
         ("GPU memory", "9 of 20 MiB of cuda:1 on node1 free", {"memory": [9, 20]}),
@@ -53,7 +55,7 @@ def examine(**changes):
 def test_each_defect_is_named(check, words, changes):
     assert examine() == {}, "healthy ranks pass"
     rows = examine(**changes)
-    assert rows[check].state == "warning"
+    assert rows[check].state == ("failure" if check == "versions" else "warning")
     assert words in rows[check].found
     assert set(rows) == {check}
 

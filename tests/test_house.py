@@ -62,7 +62,7 @@ def test_a_room_stays_within_its_lines(room, limit):
 
 @pytest.mark.parametrize(
     ("folder", "limit"),
-    [(".", 24_830), ("tests", 7_765), ("scripts/tools", 1_710), ("scripts/check", 1_946)],
+    [(".", 24_840), ("tests", 7_768), ("scripts/tools", 1_712), ("scripts/check", 1_946)],
 )
 def test_a_folder_stays_within_its_lines(folder, limit):
     listed = subprocess.run(["git", "ls-files", "-z", folder], cwd=ROOT, capture_output=True)

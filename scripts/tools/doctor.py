@@ -5,7 +5,8 @@
     srun python scripts/tools/doctor.py
 
 Start the doctor with the launcher, the settings and the flags of the run. Rank 0 prints a table of
-checks. Each row says what was found, and how to repair it. The exit status is 1 if sums are wrong.
+checks. Each row says what was found, and how to repair it. The exit status is 1 if sums are wrong,
+or versions differ.
 """
 
 import argparse
@@ -60,6 +61,7 @@ def facts_of_host() -> dict[str, Any]:
     status = os.statvfs("/dev/shm")
     return {
         "host": socket.gethostname(),
+        "versions": versions(),
         "address": address,
         "cores": usable_cores(),
         "shm": status.f_bavail * status.f_frsize // 2**20,
@@ -120,7 +122,7 @@ def check_gpus(facts: Facts) -> list[Finding]:
 
 
 def versions() -> str:
-    """Return the versions of this rank. The ranks compare that of torch when they meet."""
+    """Return the versions of this rank."""
     found = f"Python {platform.python_version()}, torch {torch.__version__}"
     if torch.cuda.is_available():
         found += f", CUDA {torch.version.cuda}, NCCL {torch.cuda.nccl.version()}"
@@ -172,7 +174,8 @@ def examine(facts: Facts, backend: str) -> list[Finding]:
     unreachable = [text for fact in facts for text in fact["unreachable"]]
     address = "in /etc/hosts, give the name the address that others use; or set GLOO_SOCKET_IFNAME"
     chosen = {f"{f['interface'] or 'where the hostname leads'} on {f['host']}" for f in facts}
-    groups = hosts.values()
+    groups, installed = hosts.values(), facts[0]["versions"]
+    unlike = [f"{f['versions']} on {f['host']}" for f in facts if f["versions"] != installed]
     threads = ", ".join(f"{g[0]['threads']} x {len(g)} on {g[0]['cores']} cores" for g in groups)
     crowded = [
         f"{sum(fact['threads'] for fact in group)} threads on {group[0]['cores']} cores of {host}"
@@ -181,7 +184,7 @@ def examine(facts: Facts, backend: str) -> list[Finding]:
     ]
     return [
         Finding("rendezvous", OK, rendezvous),
-        Finding("versions", OK, versions()),
+        judge("versions", unlike, installed, "install the same on every host", FAILURE),
         judge("hostnames", unreachable, "resolve to where the others can reach them", address),
         Finding("interface", OK, f"{backend}: {', '.join(sorted(chosen))}"),
         *check_gpus(facts),
