@@ -108,10 +108,13 @@ for kind in vars(torch.optim).values():
 """
 
 
-OUTSIDE = """import contextlib, os, shutil, sys
+OUTSIDE = """import contextlib, ctypes, os, shutil, sys
 from pathlib import Path
 os.environ["RANK"] == "0" or sys.exit(0)
 other = Path("OTHER")
+libc = ctypes.CDLL(None)
+if libc.syscall(444, None, 0, 1) > 1:  # the kernel has Landlock
+    assert libc.creat(b"OTHER/logs/x", 0o600) == libc.creat(b"../other/c", 0o600) == -1
 (other / "new").mkdir()
 (other / "new/y").write_text("2")
 assert (other / "new/y").read_text() == "2"

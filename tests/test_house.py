@@ -51,7 +51,7 @@ ARROWS = {name_of(path): {module for module, _ in imports(path)} for path in PRO
         *(([path], 100) for path in LESSONS),
         *(([path], 55) for path in MINIMAL if path != COMPLETE),
         ([COMPLETE], 135),
-        (CHECK, 1324),
+        (CHECK, 1338),
     ],
     ids=lambda value: str(len(value)) + name_of(value[0]) if isinstance(value, list) else "",
 )
@@ -62,7 +62,7 @@ def test_a_room_stays_within_its_lines(room, limit):
 
 @pytest.mark.parametrize(
     ("folder", "limit"),
-    [(".", 24_840), ("tests", 7_768), ("scripts/tools", 1_712), ("scripts/check", 1_946)],
+    [(".", 24_865), ("tests", 7_770), ("scripts/tools", 1_712), ("scripts/check", 1_970)],
 )
 def test_a_folder_stays_within_its_lines(folder, limit):
     listed = subprocess.run(["git", "ls-files", "-z", folder], cwd=ROOT, capture_output=True)

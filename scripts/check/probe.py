@@ -52,6 +52,7 @@ def run(connection: Connection, request: dict[str, Any]) -> NoReturn:
     out = os.open(f"{state.root}/.out{state.rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(out, 1)
     os.dup2(out, 2)
+    files.confine()
     faulthandler.dump_traceback_later(0.9 * request["limit"])
     signal.alarm(int(request["limit"]) + 60)  # if nobody is left who would end this process
     launched: dict[str, Any] = {"RANK": state.rank, "WORLD_SIZE": state.world, "LOCAL_RANK": local}
