@@ -171,7 +171,7 @@ def confine() -> None:
     def call(number: int, *args: Any) -> int:
         return libc.syscall(*(ctypes.c_long(n) if type(n) is int else n for n in (number, *args)))
 
-    version = call(444, None, 0, 1)
+    version = call(444, None, 0, 1) if sys.platform == "linux" else 0
     if version < 2:
         return
     rights = 0x7FF2 if version > 2 else 0x3FF2  # write, remove, make, move, and truncate
