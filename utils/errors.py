@@ -111,8 +111,8 @@ def explain(error: Exception) -> Exception:
     is_broken = isinstance(error, EOFError | ConnectionError) and "_try_get_data" in functions
     if is_broken or text.startswith("DataLoader worker"):
         return UserError(
-            f"a loader worker died ({text.partition('. ')[0] or type(error).__name__}): was it"
-            " killed for its memory? Lower --num-workers, and continue with --resume"
+            f"a loader worker died ({text.partition('. ')[0] or type(error).__name__}): is memory"
+            " or /dev/shm full? Try --num-workers 0, and continue with --resume"
         )
     return error
 
