@@ -223,17 +223,19 @@ def link_around(source: Path, target: Path) -> None:
     """Let ../data and ../../data lead from the copy to where they lead from the folder itself."""
     target.parent.mkdir(parents=True, exist_ok=True)
     for real, own in list(zip(source.parents, target.parents, strict=False))[:2]:
-        for entry in itertools.islice(os.scandir(real), ENTRIES) if real.name else ():
+        listed = os.scandir(real) if real.name and os.access(real, os.R_OK) else ()
+        for entry in itertools.islice(listed, ENTRIES):
             if not (own / entry.name).exists() and entry.path != str(source):
                 (own / entry.name).symlink_to(entry.path)
 
 
 def copy_code(source: Path, target: Path) -> None:
-    """Copy what may be read as code. Link large files, data, and folders of many files."""
+    """Copy what this user may read and is code. Link large files, data, and folders of many."""
     left, folders = ENTRIES, [(source, target)]
     for old, new in folders:  # which grows meanwhile
         new.mkdir()
-        for entry in (entry for entry in os.scandir(old) if entry.name not in SKIPPED):
+        wanted = (entry for entry in os.scandir(old) if entry.name not in SKIPPED)
+        for entry in (entry for entry in wanted if os.access(entry.path, os.R_OK)):
             path, left = new / entry.name, left - 1
             if entry.is_dir(follow_symlinks=False) and left > 0:
                 folders.append((Path(entry.path), path))

@@ -61,7 +61,7 @@ def source_to_code(real: Any, self: Any, data: Any, path: Any, **keywords: Any) 
 
 
 def tracker(name: str) -> MagicMock:
-    """Return what stands for a package that only shows how a training goes."""
+    """Return a stand-in for a package that logs a training, such as TensorBoard."""
 
     def open_one(*args: Any, **keywords: Any) -> MagicMock:
         record.tell("every rank logs", same=name, name=name)

@@ -96,8 +96,7 @@ def judge(report: Facts) -> Verdict:
     if "unused parameters" in by_kind:  # which is why they differ
         by_kind.pop("gradients differ", None)
     could_not = _could_not(report, set(by_kind))
-    is_wrong = any(finding.level == "WRONG" for finding in found)
-    status = 1 if is_wrong else 3 if could_not else 0
+    status = 1 if any(own.level == "WRONG" for own in found) else 3 if could_not else 0
     said = list(by_kind.values()), list(_not_seen(report)), could_not, status
     return Verdict(report["script"], report["world"], report["nodes"], report["seconds"], *said)
 
@@ -299,8 +298,7 @@ def _not_seen(report: Facts) -> Iterator[str]:
         yield "training data: no step had batches of a DataLoader"
     if all("level" in save for save in _told(report, "every rank saves")):
         yield "a checkpoint: torch.save was not called"
-    ends = report["ends"].values()
-    yield from dict.fromkeys(end["message"] for end in ends if end["how"] == "cut")
+    yield from dict.fromkeys(e["message"] for e in report["ends"].values() if e["how"] == "cut")
     if paths := list(dict.fromkeys(event["what"] for event in _told(report, "redirected"))):
         yield f"writing to {', '.join(paths[:3])}: it went to a copy, which is removed"
 

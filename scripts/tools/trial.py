@@ -1,4 +1,4 @@
-"""What the tools share: their parser and their end, and a training within a time limit."""
+"""Functions that several tools use: a parser, an exit status, a training with a time limit."""
 
 import argparse
 import json
