@@ -25,11 +25,12 @@ from torch.utils.data import DataLoader
 
 import data
 import models
-from utils.checkpoint import read_checkpoint
-from utils.config import THREADS
+from utils.datasets import loader
 from utils.device import Precision, select_devices, setup_device
 from utils.errors import UsageError, UserError, printable
 from utils.metrics import Metrics
+from utils.training.checkpoint import read_checkpoint
+from utils.training.config import THREADS
 from utils.weights import load_state
 
 COLUMNS, MAX_MISTAKES = 8, 48
@@ -170,7 +171,7 @@ def draw_mistakes(figure: Any, test_set: Any, labels: Tensor, outputs: Tensor) -
     axes = figure.subplots(max(1, math.ceil(len(shown) / COLUMNS)), COLUMNS, squeeze=False)
     for axis in axes.flat:
         axis.set_axis_off()
-    images = data.read_batch(test_set, shown or [0])[0].cpu().float()
+    images = loader.read_batch(test_set, shown or [0])[0].cpu().float()
     for axis, index, image in zip(axes.flat, shown, images, strict=False):
         if image.ndim == 3:  # colour, or the first channel alone
             image = image.permute(1, 2, 0) if len(image) == 3 else image[0]
@@ -185,7 +186,7 @@ def run_test(trained: Trained) -> None:
     """Print what the evaluation counts on the test set. Draw confusion matrix and mistakes."""
     metrics, found, device = Metrics(trained.transform.device), [], trained.transform.device
     options = data.loader_options(trained.test_set, 0, device)
-    for batch in data.batches(DataLoader(trained.test_set, data.EVAL_BATCH_SIZE, **options)):
+    for batch in loader.batches(DataLoader(trained.test_set, data.EVAL_BATCH_SIZE, **options)):
         outputs, labels = trained.ask(*batch)
         metrics.update(*models.loss_and_counts(outputs, labels))
         names = class_names(trained, outputs, labels)
@@ -201,7 +202,7 @@ def run_test(trained: Trained) -> None:
         print(error, file=sys.stderr)
         return
     draw_confusion(figures["confusion_matrix"], confusion_matrix(labels, outputs.argmax(1)))
-    if data.read_batch(trained.test_set, [0])[0].ndim > 2:  # not rows of numbers
+    if loader.read_batch(trained.test_set, [0])[0].ndim > 2:  # not rows of numbers
         draw_mistakes(figures["mistakes"], trained.test_set, labels, outputs)
     for name, figure in figures.items():
         figure.savefig(trained.folder / f"{name}.png", dpi=120)
@@ -217,7 +218,7 @@ def run(args: argparse.Namespace) -> int:
     trained = load(args.model, device, args.data_dir)
     for path in args.images:
         image = read_picture(path, trained.test_set)
-        outputs, label = trained.ask(image, data.read_batch(trained.test_set, [0])[1])
+        outputs, label = trained.ask(image, loader.read_batch(trained.test_set, [0])[1])
         names = class_names(trained, outputs, label)
         print(f"{printable(str(path))}: {describe(outputs[0].cpu(), names)}")
     if args.test:
