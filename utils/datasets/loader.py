@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from torch.utils.data import (
     Dataset,
     IterableDataset,
@@ -65,8 +66,8 @@ class SampleSet(Dataset):
     and in a resumed run.
     """
 
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
+    def __init__(self, dataset: Any) -> None:
+        self.dataset, self.seed = dataset, torch.initial_seed()
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -87,17 +88,13 @@ class SampleSet(Dataset):
         return samples
 
 
-def place(
-    sets: Any, device: torch.device, on_device: bool | None, num_workers: int, seed: int
-) -> list[Any]:
+def place(sets: Any, device: torch.device, on_device: bool | None) -> list[Any]:
     """Return what ``load_dataset`` returned as an ``ImageSet`` or a ``SampleSet`` each.
 
     Args:
         sets: two data sets, to train and to test.
         device: of this process.
         on_device: whether to keep the sets there. None: if they are small, on CUDA.
-        num_workers: a loader worker cannot read what is on a device.
-        seed: of random transforms.
 
     Raises:
         DataError: anything else than two map-style data sets.
@@ -113,8 +110,8 @@ def place(
     if not all(isinstance(each, ImageSet) for each in both):
         if on_device:
             raise UsageError("--data-on-device needs the tensors of an ImageSet: drop it")
-        return [each if isinstance(each, ImageSet) else SampleSet(each, seed) for each in both]
-    if on_device is None and device.type == "cuda" and not num_workers:
+        return [each if isinstance(each, ImageSet) else SampleSet(each) for each in both]
+    if on_device is None and device.type == "cuda":
         size = sum(part.nbytes for each in both for part in each.tensors)
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / torch.cuda.device_count()
         on_device = torch.cuda.mem_get_info(device)[0] > ROOM_ON_DEVICE * size * max(1, ranks)
@@ -150,6 +147,15 @@ def read_batch(dataset: ImageSet | SampleSet, indices: Sequence[int]) -> tuple[T
             f"the samples of --dataset make no batch ({str(error).splitlines()[0]}): return pairs"
             " (image, label), and let a transform make all images tensors of one shape"
         ) from None
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch of any form on a device. What is no tensor stays as it is."""
+    # On mps a copy that does not block may read memory that has been freed meanwhile.
+    blocking = device.type != "cuda"
+    return tree_map(
+        lambda x: x.to(device, non_blocking=not blocking) if isinstance(x, Tensor) else x, batch
+    )
 
 
 def tie_to_parent(worker_id: int) -> None:
