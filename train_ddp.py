@@ -62,7 +62,7 @@ def train(args: argparse.Namespace, job) -> int:
         device_id=device if "nccl" in job.backend else None,
     )
 
-    train_set, test_set = data.place(sets, device, args.data_on_device, args.num_workers, args.seed)
+    train_set, test_set = data.place(sets, device, args.data_on_device, args.num_workers)
     # DDP: --batch-size is the share of each process. A step uses the batches of all processes, and
     # the learning rate below follows the size of that global batch.
     global_batch_size = args.batch_size * args.grad_accum_steps * world_size

@@ -40,7 +40,7 @@ def train(args: argparse.Namespace) -> int:
     setup_device(device, args.threads)
     setup_seed(args.seed, args.deterministic)
 
-    train_set, test_set = data.place(sets, device, args.data_on_device, args.num_workers, args.seed)
+    train_set, test_set = data.place(sets, device, args.data_on_device, args.num_workers)
     # DP: --batch-size is the share of each device.
     global_batch_size = args.batch_size * len(devices) * args.grad_accum_steps
     sampler = data.EpochSampler(train_set, global_batch_size, seed=args.seed)

@@ -37,7 +37,7 @@ def train(args: argparse.Namespace) -> int:
     setup_device(device, args.threads)
     setup_seed(args.seed, args.deterministic)
 
-    train_set, test_set = data.place(sets, device, args.data_on_device, args.num_workers, args.seed)
+    train_set, test_set = data.place(sets, device, args.data_on_device, args.num_workers)
     global_batch_size = args.batch_size * args.grad_accum_steps
     sampler = data.EpochSampler(train_set, global_batch_size, seed=args.seed)
     options = data.loader_options(test_set, args.num_workers, device)
