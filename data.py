@@ -5,6 +5,7 @@ number of ranks on a node share a single copy of the images. Any other data set 
 sample by sample.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -77,7 +78,10 @@ class EpochSampler(DistributedSampler):
     nor a short batch, and every replica has the same number of them. Taken in turn
     (``rank::num_replicas``), the k-th batches of all replicas together are the k-th global batch,
     whatever the number of replicas. ``DistributedSampler`` itself can start only at 0, pads (or
-    drops) by single samples, and cuts by replica, not by batch.
+    drops) by single samples, and cuts by replica, not by batch. ``ElasticDistributedSampler``, in
+    torch/distributed/elastic/utils/data/elastic_distributed_sampler.py, can start elsewhere. But it
+    leaves out the first samples of the *data set*, not of the epoch's order. So it would repeat
+    some samples of the epoch and never reach others.
 
     Args:
         dataset: the training set, N samples.
@@ -113,16 +117,20 @@ class EpochSampler(DistributedSampler):
         return steps * self.global_batch_size // self.num_replicas
 
     def __iter__(self) -> Iterator[Any]:
+        """Yield indices, or pairs (index, position in the training) for a ``SampleSet``."""
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         count = len(self.dataset)  # type: ignore[arg-type]
         if self.weights is None:
             order = torch.randperm(count, generator=generator)
         else:
             order = torch.multinomial(self.weights, count, replacement=True, generator=generator)
-        if isinstance(self.dataset, SampleSet):  # which seeds each sample by its place
-            order += count * (self.epoch * count + torch.arange(count))
         end = self.start + len(self) * self.num_replicas
-        return iter(order[self.start : end][self.rank :: self.num_replicas].tolist())
+        indices = order[self.start : end][self.rank :: self.num_replicas].tolist()
+        if not isinstance(self.dataset, SampleSet):
+            return iter(indices)
+        # A SampleSet seeds each sample by its position, which counts the samples of all replicas.
+        first = self.epoch * count + self.start + self.rank
+        return zip(indices, itertools.count(first, self.num_replicas))
 
 
 class Transform:

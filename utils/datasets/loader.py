@@ -62,8 +62,8 @@ class SampleSet(Dataset):
     """Any map-style data set of PyTorch, read sample by sample.
 
     What its transforms draw from torch, numpy and random depends only on the seed, the sample and
-    its place in the training. So it is the same with any number of processes and loader workers,
-    and in a resumed run.
+    its position in the training. So it is the same with any number of processes and loader workers,
+    and in a resumed run. The seed is that of ``torch.manual_seed``, which was called before.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -72,16 +72,22 @@ class SampleSet(Dataset):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, keys: list[int]) -> list[Any]:
-        """Return samples by index, to which a place in the training is added as ``place * N``."""
+    def __getitems__(self, keys: Sequence[int | tuple[int, int]]) -> list[Any]:
+        """Return samples.
+
+        Args:
+            keys: indices, or pairs (index, position in the training), as ``EpochSampler`` yields
+                them. Without a position a sample is the same each time.
+        """
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()
         samples = []
         for key in keys:
-            seed = zlib.crc32(f"{self.seed}/{key}".encode())
+            index, position = key if isinstance(key, tuple) else (key, None)
+            seed = zlib.crc32(f"{self.seed}/{index}/{position}".encode())
             random.seed(seed)
             np.random.seed(seed)
             torch.default_generator.manual_seed(seed)
-            samples.append(self.dataset[key % len(self)])
+            samples.append(self.dataset[index])
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])

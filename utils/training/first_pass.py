@@ -25,7 +25,6 @@ from utils.datasets.sources import DataError
 from utils.device import synchronize
 from utils.errors import UsageError, describe, explain
 
-IGNORED = -100  # cross_entropy skips this class
 # Of an error that the GPU or its libraries report. It says nothing about the shape of the images.
 OF_DEVICE = ("CUDA", "cuda", "CUDNN", "CUBLAS", "HIP", "NCCL")
 
@@ -133,7 +132,7 @@ def _check_loss(outputs: Any, targets: Tensor, labels: Tensor) -> None:
         if outputs.shape != targets.shape and outputs.numel() == targets.numel():
             problem = f"--model returns {kind} for labels {list(targets.shape)}"
     elif is_tensor and (outputs.ndim, labels.ndim) == (2, 1):
-        outside = labels[((labels < 0) & (labels != IGNORED)) | (labels >= outputs.shape[1])]
+        outside = labels[((labels < 0) & (labels != models.IGNORED)) | (labels >= outputs.shape[1])]
         if len(outside):
             problem = f"--dataset has the class {int(outside[0])}, and --model {kind[1]} logits"
     try:
