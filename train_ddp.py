@@ -40,8 +40,8 @@ from utils.weights import load_weights
 
 
 # DDP: every process calls this function. Before that, `launch` below has made sure that no process
-# is missing, and has set RANK, WORLD_SIZE and LOCAL_RANK. All processes together are one job.
-def train(args: argparse.Namespace, job) -> int:
+# is missing, and has set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+def train(args: argparse.Namespace) -> int:
     """Train with the flags ``args``, and return the exit status."""
     sets = data.load_dataset(args.dataset, args.data_dir)
     # DDP: the processes are numbered: RANK counts over all machines, LOCAL_RANK on this machine.
@@ -54,12 +54,9 @@ def train(args: argparse.Namespace, job) -> int:
     # DDP: the backend connects the processes, NCCL between GPUs and gloo between CPUs. From here on
     # they can call collectives. All of them have to make the same calls, in the same order.
     dist.init_process_group(
-        backend=job.backend,
-        store=job.rendezvous(),
-        rank=rank,
-        world_size=world_size,
+        backend=args.backend,
         timeout=timedelta(seconds=args.timeout),
-        device_id=device if "nccl" in job.backend else None,
+        device_id=device if "nccl" in args.backend else None,
     )
 
     train_set, test_set = data.place(sets, device, args.data_on_device, args.num_workers, args.seed)
@@ -111,9 +108,8 @@ def train(args: argparse.Namespace, job) -> int:
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
 
     # DDP: rank 0 alone writes the folder, checkpoints and logs. All ranks load what rank 0 reads.
-    # The ranks draw different random numbers, since Run seeds each step by --seed and the rank. If
-    # ranks are lost, the job names them.
-    with Run(args, device, sampler, raw_model, optimizer, scaler, rank, job) as run:
+    # The ranks draw different random numbers, since Run seeds each step by --seed and the rank.
+    with Run(args, device, sampler, raw_model, optimizer, scaler, rank) as run:
         while not run.progress.is_finished:
             sampler.set_epoch(run.progress.epoch, run.progress.epoch_samples)
             model.train()

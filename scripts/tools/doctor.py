@@ -27,8 +27,7 @@ import torch
 import torch.distributed as dist
 from collectives import largest, time_all_reduce
 
-from utils import output, signals
-from utils.cluster.launch import Job, launch
+from utils.cluster.launch import launch
 from utils.device import select_devices, setup_device, usable_cores
 from utils.training import config
 
@@ -194,7 +193,7 @@ def examine(facts: Facts, backend: str) -> list[Finding]:
     ]
 
 
-def run(args: argparse.Namespace, job: Job) -> int:
+def run(args: argparse.Namespace) -> int:
     """Examine, report from rank 0, and return the exit status."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     rank, local_rank, world_size = (int(os.environ[name]) for name in names)
@@ -202,12 +201,9 @@ def run(args: argparse.Namespace, job: Job) -> int:
     device = devices[local_rank % len(devices)]
     setup_device(device, args.threads)
     dist.init_process_group(
-        job.backend,
-        store=job.rendezvous(),
-        rank=rank,
-        world_size=world_size,
+        backend=args.backend,
         timeout=timedelta(seconds=args.timeout),
-        device_id=device if "nccl" in job.backend else None,
+        device_id=device if "nccl" in args.backend else None,
     )
     own = facts_of_host() | facts_of_device(device, devices)
     facts: Facts = [{}] * world_size
@@ -216,7 +212,7 @@ def run(args: argparse.Namespace, job: Job) -> int:
     dist.all_gather_object(facts, own)
     rows = [check_all_reduce(device, world_size)]
     if rank == 0:
-        rows = [*examine(facts, job.backend.rpartition(":")[2]), *rows]
+        rows = [*examine(facts, args.backend.rpartition(":")[2]), *rows]
         for row in rows:
             fix = f"\n{'':23}-> {row.fix}" if row.fix else ""
             print(f"{row.check:<12}  {row.state:<7}  {row.found}{fix}", flush=True)
@@ -226,8 +222,6 @@ def run(args: argparse.Namespace, job: Job) -> int:
 
 
 def main() -> int:
-    output.protect()
-    signals.install_handlers()
     parser = config.build_parser("ddp", __doc__)  # the flags of the run, but shorter timeouts
     parser.set_defaults(technique="ddp", rdzv_timeout=30.0, timeout=30.0)
     args = parser.parse_args()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ import data
 from utils import distributed, signals
 from utils.datasets.loader import batches as loader_batches
 from utils.device import peak_memory, seed_step, synchronize
-from utils.errors import Diverged, UsageError, describe, end_workers, explain
+from utils.errors import Diverged, UsageError, describe, end_workers
 from utils.files import write_json
 from utils.metrics import Metrics
 from utils.training.checkpoint import Checkpointer
@@ -43,12 +43,6 @@ class Complete(UsageError):
     exit_status = 0
 
 
-class Job(Protocol):
-    """All ranks of a launch. It names the ones that are lost, see utils/cluster."""
-
-    def explain(self, error: Exception, step: int | None = None) -> Exception: ...
-
-
 @dataclass
 class Run:
     """Folder, checkpoints, position, reports and stop of a run: a context manager.
@@ -67,7 +61,6 @@ class Run:
         optimizer: its learning rate is taken as the peak.
         scaler: the gradient scaler.
         rank: of this process. Each rank seeds its generators for each step, by this number.
-        job: names lost ranks. None without other ranks.
         extra: what else belongs into the checkpoint, such as an average of the weights: objects
             with ``state_dict`` and ``load_state_dict``, by name.
 
@@ -86,7 +79,6 @@ class Run:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     rank: int = 0
-    job: Job | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -108,7 +100,8 @@ class Run:
 
     def __enter__(self) -> "Run":
         args, progress = self.args, self.progress
-        flags = {name: value for name, value in vars(args).items() if name != "technique"}
+        given = getattr(args, "given", vars(args))  # before ``launch`` has chosen the backend
+        flags = {name: value for name, value in given.items() if name != "technique"}
         launch = identify_launch(args.technique)
         self.folder, before = distributed.call_on_rank_0(
             open_run, args.run_dir, args.resume, launch, flags
@@ -256,17 +249,12 @@ class Run:
             if error is not None:
                 raise error
             self._finish()
-        except Exception as raised:
-            end_workers()  # or the death of another worker interrupts the rest
-            explained = explain(raised)
-            if self.job is not None:
-                explained = self.job.explain(explained, self.progress.global_step)
-            self._write_failed(explained)
-            if explained is raised:
-                raise
-            raise explained from raised
-        finally:
             signals.before_end(None)
+        except BaseException as raised:  # which ``guard`` or ``launch`` explains, and writes
+            end_workers()  # or the death of another worker interrupts the rest
+            raised.add_note(f"at step {self.progress.global_step}")
+            raise
+        finally:
             self._logger.close()
 
     def _save(self) -> None:
