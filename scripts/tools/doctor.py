@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from collectives import largest, time_all_reduce
 
+from utils import output, signals
 from utils.cluster.launch import launch
 from utils.device import select_devices, setup_device, usable_cores
 from utils.training import config
@@ -198,8 +199,7 @@ def run(args: argparse.Namespace) -> int:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     rank, local_rank, world_size = (int(os.environ[name]) for name in names)
     devices = select_devices(args.device, args.devices)
-    device = devices[local_rank % len(devices)]
-    setup_device(device, args.threads)
+    device = setup_device(args.device, args.devices, args.threads, local_rank=local_rank)
     dist.init_process_group(
         backend=args.backend,
         timeout=timedelta(seconds=args.timeout),
@@ -222,6 +222,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
+    output.protect()
+    signals.install_handlers()
     parser = config.build_parser("ddp", __doc__)  # the flags of the run, but shorter timeouts
     parser.set_defaults(technique="ddp", rdzv_timeout=30.0, timeout=30.0)
     args = parser.parse_args()

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from utils import errors, output, signals
+from utils import errors
 from utils.cluster import children, rank_info
 from utils.cluster.addresses import Address, AgentStore
 from utils.cluster.calls import call_within
 from utils.cluster.job import Job, LostRank
 from utils.cluster.rank_info import MANAGED, RankInfo
 from utils.cluster.rendezvous import Peer, Peers, RendezvousError, meet
-from utils.device import import_dynamo, openmp_threads, select_devices, usable_cores
+from utils.device import openmp_threads, select_devices, usable_cores
 from utils.errors import UsageError, UserError
 from utils.signals import Stopped
 from utils.training import config
@@ -43,8 +43,6 @@ def launch(train: Train, args: argparse.Namespace) -> int:
     Returns:
         The exit status.
     """
-    output.protect()
-    signals.install_handlers()
     if args.nprocs is not None:
         return errors.guard(children.spawn, partial(_run_rank, train, args), args.nprocs)
     return _run_rank(train, args)
@@ -80,7 +78,6 @@ def _meet_and_train(train: Train, args: argparse.Namespace, info: RankInfo) -> i
     if backend == "nccl":  # the sums of metrics and all objects still go over the CPU
         backend = "cpu:gloo,cuda:nccl"
     job = Job(peers, args.rdzv_timeout, backend)
-    import_dynamo()  # otherwise DDP's constructor does it, more slowly
     flags = vars(args) | {"backend": backend, "given": vars(args)}
     job.watch()
     try:
