@@ -31,7 +31,7 @@ from utils import signals
 from utils.datasets import fetch, idx, loader, prepare, sources
 from utils.datasets.digits import draw_digits
 from utils.datasets.sources import DataError
-from utils.errors import UserError, explain, guard
+from utils.errors import UserError, end_workers, explain, guard
 from utils.files import lock_file
 from utils.training.first_pass import check_fits
 
@@ -478,3 +478,45 @@ def test_frozen_statistics_that_move_are_noted(capsys):
         model[0].requires_grad_(not frozen)
         check_fits(model, data.Transform(CPU, "mnist"), *sets)
         assert ("of the frozen 0 still move" in capsys.readouterr().out) == frozen
+
+
+class Stuck(Noisy):
+    """Waits in a sample that stands in ``at``, or ends the epoch there."""
+
+    at = -1
+
+    def __getitem__(self, index):
+        if index == self.at:
+            time.sleep(600)
+        if index == -self.at:
+            return next(iter(()))
+        return super().__getitem__(index)
+
+
+def loaded(at, workers):
+    dataset = Stuck()
+    dataset.at = at
+    [dataset, _] = data.place([dataset] * 2, CPU, None, workers)
+    return DataLoader(dataset, 4, **data.loader_options(dataset, workers, CPU))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_that_ends_early_is_an_error(workers):
+    assert len([*loader.batches(loaded(-99, workers))]) == 10
+    with pytest.raises(DataError, match="the data set Stuck ended after 2 of 10 batches: a StopI"):
+        list(loader.batches(loaded(-9, workers)))
+    end_workers()
+
+
+def test_a_batch_that_does_not_come_is_told_and_then_an_error(monkeypatch, capfd):
+    """By PyTorch's own words, since its error has no type: they may change."""
+    monkeypatch.setattr(loader, "BATCH_TIMEOUT", 0.1)
+    monkeypatch.setattr(loader, "FIRST_LINE", 0.3)
+    stuck = loader.batches(loaded(9, 1), timeout=1.0)
+    assert len([next(stuck), next(stuck)]) == 2
+    with pytest.raises(DataError, match=r"waited \d s .*py-spy dump --pid \d+; it wa") as caught:
+        next(stuck)
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith("rank 0 has waited 0 s for a batch of the data set Stuck: usually")
+    end_workers()  # before the loader in this traceback goes, which would wait for the stuck one
+    del caught
