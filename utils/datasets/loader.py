@@ -2,10 +2,13 @@
 
 import multiprocessing
 import os
+import pickle
 import random
 import signal
 import sys
+import threading
 import time
+import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -24,7 +27,7 @@ from torch.utils.data import (
 
 from utils import distributed, signals
 from utils.datasets.sources import DataError
-from utils.errors import UsageError
+from utils.errors import UsageError, describe
 
 COMPARED_SAMPLES = 32  # of each set, between ranks, since each may take a file to be read
 ROOM_ON_DEVICE = 10  # times the size of a set has to be free on a GPU that keeps it unasked
@@ -169,7 +172,16 @@ def tie_to_parent(worker_id: int) -> None:
     """
     for number in signals.STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signals.die_with_parent(signal.SIGKILL)
+    threading.Thread(target=_end_with_training, daemon=True).start()
+
+
+def _end_with_training() -> None:
+    # Not with the process that the kernel calls the parent: where Python starts workers by a
+    # server, as it does on Linux since 3.14, that is the server, which lives as long as a worker.
+    training = multiprocessing.parent_process()
+    if training is not None:
+        training.join()
+        os._exit(1)
 
 
 def loader_options(dataset: Any, num_workers: int, device: torch.device) -> dict[str, Any]:
@@ -181,8 +193,6 @@ def loader_options(dataset: Any, num_workers: int, device: torch.device) -> dict
         "collate_fn": collate,
         "worker_init_fn": tie_to_parent,
         "persistent_workers": num_workers > 0,
-        # Python 3.14 would start workers by a server, which would then be their parent.
-        "multiprocessing_context": "fork" if num_workers and sys.platform == "linux" else None,
         # Only pinned memory can be copied to a GPU while the host goes on.
         "pin_memory": on_host and device.type == "cuda",
     }
@@ -202,7 +212,7 @@ def batches(loader: Iterable[Any], timeout: float = LONGEST_WAIT) -> Iterator[An
         Stopped: a stop signal came, and no batch for ``BATCH_TIMEOUT`` seconds.
     """
     expected = len(loader) if isinstance(loader, DataLoader) else 0
-    iterator, given = iter(loader), 0
+    iterator, given = _begin(loader), 0
     begin, next_line = time.monotonic(), FIRST_LINE
     while True:
         try:
@@ -230,6 +240,22 @@ def batches(loader: Iterable[Any], timeout: float = LONGEST_WAIT) -> Iterator[An
         given += 1
         yield batch
         begin, next_line = time.monotonic(), FIRST_LINE
+
+
+def _begin(loader: Any) -> Iterator[Any]:
+    try:
+        with warnings.catch_warnings():  # PyTorch's says the same in three lines
+            warnings.filterwarnings("ignore", "Got pickle error")
+            return iter(loader)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        if "pickle" not in str(error) and "local object" not in str(error):
+            raise
+        method = multiprocessing.get_start_method()
+        raise DataError(
+            f"{_name_set(loader)} cannot be sent to a loader worker ({describe(error)}), which"
+            f" Python starts by {method}: open files and connections in __getitem__, define"
+            " functions and classes in a module, or pass --num-workers 0"
+        ) from None
 
 
 def _name_set(loader: Any) -> str:
