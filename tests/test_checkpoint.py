@@ -5,6 +5,7 @@ import enum
 import errno
 import os
 import pickle
+import stat
 import zipfile
 from argparse import Namespace
 from collections import Counter, defaultdict
@@ -210,6 +211,20 @@ def test_a_save_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
         monkeypatch.setattr(os, name, lambda *a, n=name, r=real: (calls.append(n), r(*a))[1])
     saved(tmp_path)
     assert calls == ["fsync", "replace", "fsync"]
+
+
+def test_a_file_system_that_cannot_sync_a_folder(tmp_path, monkeypatch):
+    """The file itself is on the disk by then."""
+    sync = os.fsync
+
+    def refuse(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    saved(tmp_path, steps=3)
+    assert restored(build(tmp_path)).global_step == 3
 
 
 def test_only_rank_0_writes(tmp_path, monkeypatch):
