@@ -104,10 +104,10 @@ def main() -> None:
         # DDP: each rank evaluates the model that rank 0 saves, with rank 0's running statistics.
         # The other ranks have seen other images, so theirs differ.
         # NCCL sends contiguous memory only.
-        for each in raw_model.buffers():
-            buffer = each.contiguous()
+        for original in raw_model.buffers():
+            buffer = original.contiguous()
             dist.broadcast(buffer, src=0)
-            each.copy_(buffer)
+            original.copy_(buffer)
         raw_model.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=device)  # of loss, correct and count
         with torch.no_grad():
