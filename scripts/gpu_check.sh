@@ -129,15 +129,20 @@ part_doctor() {
 }
 
 part_overlap() {
-    local class
+    local class chosen run
     if ((gpus == 1)); then
         skip "it takes two GPUs to see when gradients are sent"
         return
     fi
     for class in "${classes[@]}"; do
-        # It ends with a sentence on when this torch sends.
-        show env ${class:+"TORCH_DIST_USE_NCCL2=$class"} "${launcher[@]}" 2 \
-            scripts/tools/scaling.py --model resnet18 --batch-size 64
+        chosen=(env ${class:+"TORCH_DIST_USE_NCCL2=$class"} "${launcher[@]}" 2)
+        # It says when this torch sends, if sending takes long enough.
+        show "${chosen[@]}" scripts/tools/scaling.py --model resnet18 --batch-size 16
+        # The trace sees it over any link: how much of the communication is hidden?
+        run=$run_dir/overlap$class
+        show "${chosen[@]}" train_ddp.py "${data[@]}" --no-progress --model resnet18 \
+            --batch-size 16 --bucket-cap-mb 5 --max-steps 24 --profile --run-dir "$run"
+        show "$PYTHON" scripts/tools/trace.py "$run"
     done
 }
 

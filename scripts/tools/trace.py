@@ -315,9 +315,11 @@ def describe(result: dict[str, Any]) -> str:
     parts, shares = result["communication_parts"].items(), result["shares"]
     note = ", ".join(f"{part.replace('_', ' ')} {share:.1%}" for part, share in parts)
     hidden = result["communication_total"] - shares["communication"]
+    milliseconds, clock = 1e3 * result["step_seconds"], result["timeline"]
     if hidden >= 0.0005:
         note += f"; hidden {hidden:.1%} more"
-    milliseconds, clock = 1e3 * result["step_seconds"], result["timeline"]
+    elif clock == "device" and "in_backward" in result["communication_parts"]:
+        note += "; hidden 0.0%, so the GPU computes nothing while gradients travel"
     lines = [f"profile of {result['steps']} steps, {milliseconds:.2f} ms each, on the {clock}:"]
     for name, share in shares.items():
         told = note if name == "communication" else ""
