@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")  # before torch is imported, as in train_ddp.py
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
