@@ -1,6 +1,7 @@
 """A run: everything about training that is not the training itself."""
 
 import argparse
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -189,7 +190,7 @@ class Run:
         if not self._progress.has_step_left:
             return
         try:
-            yield from loader_batches(loader)
+            yield from loader_batches(loader, getattr(self.args, "timeout", math.inf))
         except signals.Stopped:
             if distributed.world_size() > 1:  # the other ranks wait for this one in a backward
                 raise
