@@ -30,7 +30,7 @@ FULL = (
     " say the same in fewer lines. A higher limit here needs its reason in the commit, see"
     " CONTRIBUTING.md."
 )
-COMPLETE = ROOT / "scripts/minimal/ddp_complete.py"
+COMPLETE, FSDP = ROOT / "scripts/minimal/ddp_complete.py", ROOT / "scripts/minimal/fsdp.py"
 
 
 def room_of(module):
@@ -49,7 +49,8 @@ ARROWS = {name_of(path): {module for module, _ in imports(path)} for path in PRO
         (DATASETS, 220),
         (CLUSTER, 545),
         *(([path], 100) for path in LESSONS),
-        *(([path], 55) for path in MINIMAL if path != COMPLETE),
+        *(([path], 55) for path in MINIMAL if path not in (COMPLETE, FSDP)),
+        ([FSDP], 68),
         ([COMPLETE], 135),
         (CHECK, 1338),
     ],
