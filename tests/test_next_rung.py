@@ -9,7 +9,7 @@ import torch
 
 import models
 from tests import test_minimal
-from tests.processes import ROOT, run, succeed
+from tests.processes import run, succeed
 from utils.datasets import idx
 
 RANKS = [2, pytest.param(3, marks=pytest.mark.slow)]
