@@ -42,8 +42,10 @@ from torch.optim import swa_utils  # noqa: E402
 
 import data  # noqa: E402
 import models  # noqa: E402
-from utils import checkpoint, evaluation, optim, run, throughput  # noqa: E402
+from utils.datasets import loader  # noqa: E402
 from utils.datasets.sources import SOURCES, Source  # noqa: E402
+from utils.training import checkpoint, evaluation, run, summary, timing  # noqa: E402
+from utils.weights import weights_sha256  # noqa: E402
 
 HOW, AT = os.environ.get("ALTER", ""), os.environ.get("ALTER_AT", "")
 # Two numbers for each image; a layer that every second step leaves out, or that only rank 0 uses; a
@@ -146,8 +148,8 @@ def compute_loss(*args, **kwargs):
     return cross_entropy(*args, **kwargs)
 
 
-def build_other(name):
-    model = build_model(name)
+def build_other(*args):
+    model = build_model(*args)
     if is_chosen() and HOW == "frozen":
         next(model.parameters()).requires_grad = False
     if is_chosen() and HOW == "buffer":
@@ -184,7 +186,7 @@ def note_dtype(outputs, *more):
 
 
 def show_and_leave(self, *error):
-    facts = f"{run.weights_sha256(self.model)} {torch.initial_seed()} {dtype}"
+    facts = f"{weights_sha256(self.model)} {torch.initial_seed()} {dtype}"
     tell(f"rank {self.rank} holds {facts}")
     return leave(self, *error)
 
@@ -240,9 +242,10 @@ class State(nn.Linear):
         return outputs
 
 
-def two_groups(model, lr, momentum, weight_decay):
-    decayed = {"params": [model.weight], "weight_decay": weight_decay}
-    return torch.optim.AdamW([{"params": [model.bias], "lr": lr / 2}, decayed], lr / 10)
+def two_groups(parameters, lr, weight_decay, **others):
+    weight, bias = parameters
+    decayed = {"params": [weight], "weight_decay": weight_decay}
+    return torch.optim.AdamW([{"params": [bias], "lr": lr / 2}, decayed], lr / 10)
 
 
 def with_average(self, *args, **kwargs):
@@ -273,16 +276,16 @@ run.Run.end_step = after_step
 nn.functional.cross_entropy = compute_loss
 torch.distributed.init_process_group = before("group", torch.distributed.init_process_group)
 evaluation.evaluate = before("evaluate", evaluation.evaluate)
-run.weights_sha256 = before("results", run.weights_sha256)
+summary.weights_sha256 = before("results", summary.weights_sha256)
 if HOW in ("float64", "float32"):
     run.Run.__exit__, models.loss_and_counts = show_and_leave, note_dtype
 if HOW == "stuck":
-    collate, given, data.collate, data.BATCH_TIMEOUT = data.collate, [], stick, 0.5
+    collate, given, loader.collate, loader.BATCH_TIMEOUT = loader.collate, [], stick, 0.5
 if HOW == "empty":
     checkpoint.Checkpointer._read_newest = read_newest
 if HOW == "clock":
     clock = {"perf_counter": lambda: steps + 99.0 * min(steps, 5)}
-    throughput.time = SimpleNamespace(**vars(time) | clock)
+    timing.time = SimpleNamespace(**vars(time) | clock)
 if HOW in ("float64", "exact"):
     torch.set_default_dtype(torch.float64)
 if HOW == "exact":
@@ -291,7 +294,7 @@ if HOW in TASKS:
     SOURCES["mine"] = Source("Mine", 0.13, 0.13)
     models.MODELS["mine"] = build_own
 if HOW == "state":
-    optim.build_optimizer = two_groups
+    torch.optim.SGD = two_groups
     make_run, run.Run.__init__ = run.Run.__init__, with_average
 if HOW == "regression":
     models.loss_and_counts = regression

@@ -33,7 +33,7 @@ ELSEWHERE = {
 }
 PAGES = [path for path in ENGLISH if path.stem != "recipes"]  # tests/test_recipes.py follows them
 TRAINS = re.compile(r"^(?!diff).*train_\w+\.py")
-IS_OWN = re.compile(r"train_.*--model mine")
+IS_OWN = re.compile(r"train_.*--model my_network:")
 NEEDS_GPUS = re.compile(r"--devices \d|VISIBLE_DEVICES=\d|--output-device|--nproc_per_node gpu")
 
 

@@ -28,11 +28,12 @@ import data
 import models
 from tests.processes import ROOT, Training, error_line, finish, run, script, start, wait_until
 from utils import signals
-from utils.checks import check_fits
-from utils.datasets import fetch, idx, prepare, sources
+from utils.datasets import fetch, idx, loader, prepare, sources
 from utils.datasets.digits import draw_digits
-from utils.errors import UserError, explain, guard
+from utils.datasets.sources import DataError
+from utils.errors import UserError, end_workers, explain, guard
 from utils.files import lock_file
+from utils.training.first_pass import first_pass
 
 CPU = torch.device("cpu")
 PREPARE = (sys.executable, ROOT / "scripts/tools/prepare_data.py")
@@ -74,7 +75,7 @@ def test_a_damaged_raw_file_is_refused(raw):
     for name in ("t10k-labels-idx1-ubyte", "train-images-idx3-ubyte"):  # the first is read last
         for damage in (7, 30, -40, 0):
             change(raw / name, damage) if damage > 0 else os.truncate(raw / name, -damage)
-            with pytest.raises(data.DataError, match=rf"/{name} is damaged \(.+\): delete it to"):
+            with pytest.raises(DataError, match=rf"/{name} is damaged \(.+\): delete it to"):
                 load(raw)
 
 
@@ -106,7 +107,7 @@ def test_waiting_for_the_data_is_bounded_names_for_whom_and_hears_a_stop(tmp_pat
     holder = fork(lambda: [lock_file(lock), time.sleep(600)])
     wait_until(lambda: lock.exists() and lock.read_text())
     monkeypatch.setattr(prepare, "LOCK_TIMEOUT", 0.2)
-    with pytest.raises(data.DataError, match=f"process {holder.pid} on "):
+    with pytest.raises(DataError, match=f"process {holder.pid} on "):
         data.load_dataset("synthetic", str(tmp_path))
     process = start(*script("train_single.py", "--dataset", "synthetic", "--data-dir", tmp_path))
     assert f"waiting for process {holder.pid} on " in process.stderr.readline()
@@ -181,7 +182,7 @@ def test_mirrors_without_good_files_are_named(mirror, raw, monkeypatch):
     mirror("nothing", "bad", "slow")
     with monkeypatch.context() as patch:
         patch.setattr(fetch, "DOWNLOAD_TIMEOUT", 1.0)
-        with pytest.raises(data.DataError, match=r"/bad/ \(.+\); .*/slow/ \(nothing in 1 s\)"):
+        with pytest.raises(DataError, match=r"/bad/ \(.+\); .*/slow/ \(nothing in 1 s\)"):
             load(raw)
     assert list(raw.iterdir()) == []
     for path in (raw.parent.parent / "good").iterdir():
@@ -239,9 +240,10 @@ def seen(count, size, world, start=0, epoch=0):
     dataset, per_rank = Set(count), []
     for rank in range(world):
         sampler = data.EpochSampler(dataset, size * world, world, rank, seed=3)
-        sampler.set_epoch(epoch, start)
-        loader = DataLoader(dataset, size, sampler=sampler, collate_fn=data.collate)
-        per_rank.append([labels.tolist() for _, labels in loader])
+        sampler.set_epoch(epoch)
+        sampler.start = start
+        batches = DataLoader(dataset, size, sampler=sampler, collate_fn=loader.collate)
+        per_rank.append([labels.tolist() for _, labels in batches])
         assert [len(batch) for batch in per_rank[-1]] == [size] * (len(sampler) // size)
     # The ranks take turns.
     return [[*itertools.chain(*zip(*ranks, strict=True))] for ranks in zip(*per_rank, strict=True)]
@@ -272,7 +274,8 @@ def test_weights_are_drawn_with_replacement_and_shared_out():
         arguments = (Set(90), size * world, world)
         ranks = [data.EpochSampler(*arguments, rank, 3, weights) for rank in range(world)]
         for sampler in ranks:
-            sampler.set_epoch(1, start=18)
+            sampler.set_epoch(1)
+            sampler.start = 18
         orders.append(list(itertools.chain(*zip(*ranks, strict=True))))
     assert orders[0] == orders[1] == orders[2]
     never, seldom, often = torch.tensor(orders[0]).remainder(3).bincount(minlength=3)
@@ -316,7 +319,7 @@ def test_a_small_dev_shm_ends_in_one_line(synthetic_dir, tmp_path):
 
 def same(first, second):
     """Return whether two sets pass for the same, as the ranks compare them."""
-    texts = [data.fingerprint(each) for each in data.place([first, second], CPU, None, 0, 0)]
+    texts = [loader.fingerprint(each) for each in loader.place([first, second], CPU, None)]
     return texts[0] == texts[1]
 
 
@@ -364,11 +367,13 @@ def test_random_transforms_are_no_difference_between_ranks():
 def test_random_transforms_are_the_same_with_any_ranks_and_workers():
     """And from any position of the epoch on; another epoch draws others."""
 
-    def drawn(world, workers, epoch=0, start=0):
-        found, dataset = {}, data.place([Noisy()] * 2, CPU, None, workers, 7)[0]
+    def drawn(world, workers, epoch=0, start=0, seed=7):
+        torch.manual_seed(seed)
+        found, dataset = {}, loader.place([Noisy()] * 2, CPU, None)[0]
         for rank in range(world):
             sampler = data.EpochSampler(dataset, 4 * world, world, rank, seed=3)
-            sampler.set_epoch(epoch, start)
+            sampler.set_epoch(epoch)
+            sampler.start = start
             options = data.loader_options(dataset, workers, CPU)
             for images, labels in DataLoader(dataset, 4, sampler=sampler, **options):
                 assert torch.equal(images[:, 0].long() % 4, labels)
@@ -379,7 +384,8 @@ def test_random_transforms_are_the_same_with_any_ranks_and_workers():
     assert len(whole) == 40
     assert drawn(2, 2) == drawn(1, 2) == whole
     assert drawn(1, 0, start=20).items() < whole.items()
-    assert not drawn(1, 0, epoch=1).items() & whole.items()
+    for other in ({"epoch": 1}, {"seed": 8}):
+        assert not drawn(1, 0, **other).items() & whole.items()
 
 
 def test_transform_normalises_each_channel(monkeypatch):
@@ -387,13 +393,13 @@ def test_transform_normalises_each_channel(monkeypatch):
     images, labels = torch.randint(256, (8, 3, 32, 40), dtype=torch.uint8), torch.rand(8)
     monkeypatch.setitem(sources.SOURCES, "mine", sources.Source("Mine", mean, std))
     transform = data.Transform(CPU, "mine", augment=True)
-    pixels, targets = transform(images, labels)
+    pixels, targets = transform((images, labels))
     for channel in range(3):
         expected = (images[:, channel] / 255 - mean[channel]) / std[channel]
         torch.testing.assert_close(pixels[:, channel], expected)
     assert torch.equal(targets, labels), "the numbers of a regression"
-    assert not torch.equal(transform(images, labels, train=True)[0], pixels), "no shift"
-    already, numbers = transform(pixels, labels.double(), train=True)
+    assert not torch.equal(transform((images, labels), train=True)[0], pixels), "no shift"
+    already, numbers = transform((pixels, labels.double()), train=True)
     assert already is pixels, "floats have been transformed"
     assert numbers.dtype == torch.float32, "Python's numbers become float64"
 
@@ -403,10 +409,10 @@ def test_random_shift_is_a_crop_of_the_padded_image(shape):
     for count in (40, 7):
         images = torch.randint(256, (count, *shape), dtype=torch.uint8)
         torch.manual_seed(0)
-        padded, places = F.pad(images, (2,) * 4), torch.randint(25, (count,)).tolist()
+        padded, places = F.pad(images, (2,) * 4), torch.randint(5, (2, count)).T.tolist()
         crops = [
-            image[..., place // 5 : place // 5 + 4, place % 5 : place % 5 + 6]
-            for image, place in zip(padded, places, strict=True)
+            image[..., down : down + 4, right : right + 6]
+            for image, (down, right) in zip(padded, places, strict=True)
         ]
         for order in (torch.contiguous_format, *[torch.channels_last] * (images.ndim == 4)):
             torch.manual_seed(0)
@@ -431,6 +437,8 @@ OWN = [
     (None, (Pictures(), Noisy()), "make no batch .*PIL.* return pairs"),
     (None, (TensorDataset(torch.zeros(3, 2)), Noisy()), "make no batch .*return pairs"),
     (nn.Linear(3, 4), (Noisy(), Noisy()), r"cannot take the images of --dataset, \[4\]"),
+    (nn.Bilinear(4, 4, 4), (Noisy(), Noisy()), "cannot take the images .*missing 1 required"),
+    (nn.Linear(4, 4).requires_grad_(False), (Noisy(), Noisy()), "no parameter to train"),
     (nn.Linear(4, 3), (Noisy(), Noisy()), "has the class 3, and --model 3 logits"),
     (
         nn.Sequential(nn.Flatten(), nn.Linear(16, 3)),
@@ -446,18 +454,29 @@ OWN = [
 ]
 
 
+def try_first(model, train_set, test_set, transform=None):
+    """Call ``first_pass`` as the scripts do, with batches of 2."""
+    sampler = data.EpochSampler(train_set, 2)
+    loaders = [
+        DataLoader(train_set, 2, sampler=sampler, collate_fn=loader.collate),
+        DataLoader(test_set, 2, collate_fn=loader.collate),
+    ]
+    autocast = torch.autocast("cpu", enabled=False)
+    first_pass(model, *loaders, transform or data.Transform(CPU, "mnist"), autocast)
+
+
 @pytest.mark.parametrize(("model", "sets", "words"), OWN)
 def test_what_does_not_fit_is_one_line_before_the_first_step(model, sets, words):
     transform = data.Transform(CPU, "mnist")
     with pytest.raises(UserError, match=words):
-        check_fits(model or nn.Linear(4, 4), transform, *data.place(sets, CPU, None, 0, 0))
+        try_first(model or nn.Linear(4, 4), *loader.place(sets, CPU, None), transform)
 
 
 def test_other_mistakes_are_one_line(monkeypatch):
     monkeypatch.setitem(models.MODELS, "lazy", lambda: nn.LazyLinear(10))
     for words, call in {
         "3 weights for 90 samples": lambda: data.EpochSampler(Set(90), 6, weights=[1, 2, 3]),
-        "--data-on-device needs the tensors": lambda: data.place([Noisy()] * 2, CPU, True, 0, 0),
+        "--data-on-device needs the tensors": lambda: loader.place([Noisy()] * 2, CPU, True),
         "--model has a lazy layer": lambda: models.build_model("lazy"),
         "--batch-size is too small": lambda: nn.BatchNorm1d(3)(torch.zeros(1, 3)),
     }.items():
@@ -468,10 +487,119 @@ def test_other_mistakes_are_one_line(monkeypatch):
         assert re.search(words, str(explained))
 
 
+def test_the_first_pass_changes_nothing():
+    """Nor does it start loader workers, or move what a sampler draws."""
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4))
+    sets = loader.place([Noisy()] * 2, CPU, None)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    draws = []
+    for is_tried in (False, True):
+        torch.manual_seed(1)
+        np.random.seed(2)
+        random.seed(3)
+        if is_tried:
+            try_first(model, *sets)
+        draws.append((torch.rand(1).item(), np.random.rand(), random.random()))
+    assert draws[0] == draws[1]
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model.training
+
+
 def test_frozen_statistics_that_move_are_noted(capsys):
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
-    sets = data.place([Noisy()] * 2, CPU, None, 0, 0)
+    sets = loader.place([Noisy()] * 2, CPU, None)
     for frozen in (False, True):
         model[0].requires_grad_(not frozen)
-        check_fits(model, data.Transform(CPU, "mnist"), *sets)
+        try_first(model, *sets)
         assert ("of the frozen 0 still move" in capsys.readouterr().out) == frozen
+
+
+class Stuck(Noisy):
+    """Waits in a sample that stands in ``at``, or ends the epoch there."""
+
+    at = -1
+
+    def __getitem__(self, index):
+        if index == self.at:
+            time.sleep(600)
+        if index == -self.at:
+            return next(iter(()))
+        return super().__getitem__(index)
+
+
+def loaded(at, workers):
+    dataset = Stuck()
+    dataset.at = at
+    [dataset, _] = data.place([dataset] * 2, CPU, None, workers)
+    return DataLoader(dataset, 4, **data.loader_options(dataset, workers, CPU))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_that_ends_early_is_an_error(workers):
+    assert len([*loader.batches(loaded(-99, workers))]) == 10
+    with pytest.raises(DataError, match="the data set Stuck ended after 2 of 10 batches: a StopI"):
+        list(loader.batches(loaded(-9, workers)))
+    end_workers()
+
+
+def test_a_batch_that_does_not_come_is_told_and_then_an_error(monkeypatch, capfd):
+    """By PyTorch's own words, since its error has no type: they may change."""
+    monkeypatch.setattr(loader, "BATCH_TIMEOUT", 0.1)
+    monkeypatch.setattr(loader, "FIRST_LINE", 0.3)
+    stuck = loader.batches(loaded(9, 1), timeout=1.0)
+    assert len([next(stuck), next(stuck)]) == 2
+    with pytest.raises(DataError, match=r"waited \d s .*py-spy dump --pid \d+; it wa") as caught:
+        next(stuck)
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith("rank 0 has waited 0 s for a batch of the data set Stuck: usually")
+    end_workers()  # before the loader in this traceback goes, which would wait for the stuck one
+    del caught
+
+
+class Locked(Noisy):
+    """Has what no other process can be given."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_set_that_cannot_be_sent_to_a_worker_is_one_line(python_3_14):
+    local = type("Local", (Noisy,), {"__qualname__": "function.<locals>.Local"})
+    for dataset in (Locked(), local()):
+        dataset = data.place([dataset] * 2, CPU, None, 1)[0]
+        options = data.loader_options(dataset, 1, CPU)
+        with pytest.raises(DataError, match=r"cannot be sent to a loader worker .*by forkserver"):
+            next(loader.batches(DataLoader(dataset, 4, **options)))
+
+
+# Starts workers by a method of choice, and says so once they have given a batch.
+WORKERS = """
+import multiprocessing, sys, time
+sys.path.insert(0, sys.argv[1])
+import torch, data
+from torch.utils.data import DataLoader
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method(sys.argv[2])
+    dataset = data.ImageSet(torch.zeros(9, 2, 2).byte(), torch.zeros(9).long())
+    loader = DataLoader(dataset, 3, **data.loader_options(dataset, 2, torch.device("cpu")))
+    next(iter(loader))
+    print("started", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    "method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
+)
+def test_a_training_that_is_killed_leaves_no_worker(method, tmp_path):
+    """However Python starts them; ``no_process_is_left`` looks."""
+    (tmp_path / "main.py").write_text(WORKERS)
+    process = start(sys.executable, tmp_path / "main.py", ROOT, method, real=True)
+    assert process.stdout.readline() == "started\n"
+    process.kill()
+    process.wait()

@@ -22,7 +22,7 @@ from tests.documents import (
     without_comments,
 )
 from tests.processes import ROOT
-from utils import config
+from utils.training import config
 
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 RUNNING, TROUBLESHOOTING = DOCS / "running.md", DOCS / "troubleshooting.md"
@@ -124,16 +124,17 @@ def parser_flags():
     return {name: default for name, default in found.items() if name != "--help"}
 
 
-def test_the_tables_of_flags_are_the_parsers():
-    """Every flag, none besides, and their defaults."""
+def test_the_table_of_flags_is_the_parsers():
+    """The flags that people use, with their defaults; --help has the others."""
     told = {}
     for row in (row for part in sections(RUNNING) for row in rows(part.text)):
         names, defaults = re.findall(r"--[\w-]+", row[0]), row[1].replace("`", "").split(", ")
         if row[0].startswith("`--"):
             told |= zip(names, defaults if len(defaults) == len(names) else row[1:2] * len(names))  # noqa: B905
     defaults = parser_flags()
-    assert set(told) == set(defaults)
-    for name, default in defaults.items():
+    assert len(told) > 10
+    assert set(told) <= set(defaults)
+    for name, default in ((name, defaults[name]) for name in told):
         if isinstance(default, bool):
             is_switch = name.startswith("--no-")  # of which the parser has the effect
             assert told[name] in ("on", "off") or is_switch, name
