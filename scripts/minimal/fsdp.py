@@ -48,6 +48,10 @@ def main() -> None:
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         parser.exit(2, f"start it with: torchrun --standalone --nproc_per_node 2 {sys.argv[0]}\n")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # DDP: two processes cannot share a GPU, since NCCL does not connect them. torchrun says in
+    # LOCAL_WORLD_SIZE how many processes this machine has.
+    if 0 < torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        parser.exit(2, "too few GPUs: CUDA_VISIBLE_DEVICES= torchrun ... starts it on the CPU\n")
     # DDP: LOCAL_RANK counts on this machine. Each process takes a GPU of its own, or the only GPU
     # that it can see.
     if torch.cuda.is_available():
@@ -56,11 +60,13 @@ def main() -> None:
     # DDP: the processes wait for each other here. From here on they can call collectives. All of
     # them have to make the same calls, in the same order.
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    # DDP: the ranks draw different random numbers, since the rank is the seed. So the first weights
-    # differ too, until the model is wrapped.
-    torch.manual_seed(rank)
+    torch.manual_seed(0)
 
     train_set, test_set = load_tensors(args.dataset, args.data_dir)
+    # DDP: from here on the ranks draw different random numbers, since the rank is the seed. So the
+    # first weights differ too, until the model is wrapped. The data comes before this line, because
+    # a random_split has to be the same on all ranks.
+    torch.manual_seed(rank)
     # DDP: --batch-size is the share of each process. A step uses the batches of all processes, and
     # the learning rate below follows the size of that global batch.
     global_batch_size = args.batch_size * world_size
@@ -71,9 +77,9 @@ def main() -> None:
     # DDP: each rank takes an unpadded share of the test set, so every image counts exactly once.
     # FSDP: each forward gathers weights from all ranks, in the evaluation too. So the shares are
     # cut into equally many batches, or a rank with one batch more would wait for ever.
-    count = math.ceil(len(test_set) / world_size / 500)
-    test_batches = torch.arange(rank, len(test_set), world_size).tensor_split(count)
-    test_loader = DataLoader(test_set, batch_sampler=[batch.tolist() for batch in test_batches])
+    batches = math.ceil(len(test_set) / world_size / 500)
+    test_share = torch.arange(rank, len(test_set), world_size).tensor_split(batches)
+    test_loader = DataLoader(test_set, batch_sampler=[batch.tolist() for batch in test_share])
 
     # Two names for one model: dp.py and ddp.py train a wrapped one. All evaluate and save this one.
     # FSDP: fully_shard refuses weights in the memory order channels_last, which models.py chooses.
@@ -117,8 +123,11 @@ def main() -> None:
 
         # DDP: each rank evaluates the model that rank 0 saves, with rank 0's running statistics.
         # The other ranks have seen other images, so theirs differ.
-        for buffer in raw_model.buffers():
+        # NCCL sends contiguous memory only.
+        for original in raw_model.buffers():
+            buffer = original.contiguous()
             dist.broadcast(buffer, src=0)
+            original.copy_(buffer)
         raw_model.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=device)  # of loss, correct and count
         with torch.no_grad():
