@@ -17,6 +17,7 @@ DIFFS = [  # the old and the new script, the limits, and the words that begin th
     *(("train_single", f"train_{name}", *LIMITS[name], name.upper()) for name in LIMITS),
     (f"{MINIMAL}single", f"{MINIMAL}dp", 3, 3, "DP"),
     (f"{MINIMAL}single", f"{MINIMAL}ddp", 6, 23, "DDP"),
+    (f"{MINIMAL}ddp", f"{MINIMAL}fsdp", 4, 18, "FSDP"),
     (f"{MINIMAL}ddp", f"{MINIMAL}ddp_complete", 15, 95, ADDED),
 ]
 

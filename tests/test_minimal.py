@@ -36,14 +36,16 @@ TIMEOUT = 150.0
 RESULT = re.compile(r"^epoch (\d+): loss (\d+\.\d+), (\d+\.\d+)% of (\d+)$", re.MULTILINE)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [*SCRIPTS, "fsdp"])
 def test_a_reader_replaces_two_imports(script):
     source = (FOLDER / f"{script}.py").read_text()
     names = {*re.findall(r"^(?:from|import) (\w+)", source, re.MULTILINE)}
     assert names - sys.stdlib_module_names == {"torch", "data", "models"}
 
 
-@pytest.mark.parametrize(("script", "variables"), [("ddp", {}), ("ddp_complete", {"RANK": "0"})])
+@pytest.mark.parametrize(
+    ("script", "variables"), [("ddp", {}), ("fsdp", {}), ("ddp_complete", {"RANK": "0"})]
+)
 def test_without_torchrun_one_line_says_how_to_start_it(script, variables, tmp_path):
     ended = run(sys.executable, FOLDER / f"{script}.py", cwd=tmp_path, **variables)
     command = f"torchrun --standalone --nproc_per_node 2 {FOLDER / script}.py"
@@ -53,7 +55,7 @@ def test_without_torchrun_one_line_says_how_to_start_it(script, variables, tmp_p
 def begin(script, ranks, folder, *flags, **variables):
     """Start a training in ``folder``, where it leaves its checkpoint."""
     folder.mkdir(exist_ok=True)
-    launcher = [*STANDALONE, ranks] if "ddp" in script else [sys.executable]
+    launcher = [sys.executable] if script in ("single", "dp") else [*STANDALONE, ranks]
     words = [ALTERED, f"scripts/minimal/{script}.py", "--dataset", "synthetic", *flags]
     return start(*launcher, *words, cwd=folder, **variables)
 
