@@ -14,6 +14,7 @@ EXPLAINED = {  # what an error says, and the finding that explains it
     "Expected to mark a variable ready only once": TWO,
     "has been modified by an inplace operation": TWO,
     "FileNotFoundError": "loaded before saved",
+    "No such file": "every rank saves",  # one has renamed what the other has written
     "invalid device ordinal": "device by global rank",
 }
 # Why gradients differ, by the calls since the step before: forwards are F, under no_sync f, past

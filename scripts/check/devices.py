@@ -70,8 +70,9 @@ PLACES: dict[Any, Any] = {  # what a tensor says of where it is, and what the sc
     Tensor.is_cuda.__get__: lambda: True,  # type: ignore[attr-defined]
     Tensor.get_device: lambda: _current,
 }
-DRAWING = (torch.rand, torch.randn, torch.normal)
-noise: set[int] = set()  # addresses of what was drawn by these
+DRAWING: list[Any] = [torch.rand, torch.randn, torch.randint, torch.normal]
+DRAWING += [torch.rand_like, torch.randn_like, torch.randint_like]
+drawn: set[int] = set()  # addresses of the storages that these have filled
 
 
 class Devices(TorchFunctionMode):
@@ -97,8 +98,13 @@ class Devices(TorchFunctionMode):
             kwargs["pin_memory"] = False
         result = func(*args, **kwargs)
         if func in DRAWING:
-            noise.add(result.untyped_storage().data_ptr())
+            drawn.add(result.untyped_storage().data_ptr())
         return result
+
+
+def is_drawn(tensor: Tensor) -> bool:
+    """Whether a tensor is, or lies in, one that was filled with random numbers."""
+    return tensor.untyped_storage().data_ptr() in drawn
 
 
 @replaces(threading.Thread)

@@ -12,7 +12,7 @@ import numpy as np
 import record
 import torch
 import torch.utils.data as data
-from devices import noise
+from devices import is_drawn
 from lengths import BATCH, SAMPLES, whole_lengths
 from record import replaces, state
 
@@ -44,8 +44,7 @@ def content(dataset: Any) -> list[int] | None:
                     np.random.seed(index)
                     sample = dataset[index]
                     look.append(draws.digest(sample))
-                    tensors = draws.tensors_of(sample)
-                    if any(tensor.untyped_storage().data_ptr() in noise for tensor in tensors):
+                    if any(map(is_drawn, draws.tensors_of(sample))):
                         _noisy.add(id(dataset))
         _contents[id(dataset)] = looks[0] if looks[0] and looks[0] == looks[1] else None
     return _contents[id(dataset)]
@@ -163,10 +162,15 @@ def forward_begins(grads: bool, mode: bool | None) -> bool:
     return bool(fresh)
 
 
+def is_under_way() -> bool:
+    """Whether a loader has given a batch, and may give more."""
+    return any(item.count for item in _open)
+
+
 def note_inputs(tensors: list[torch.Tensor]) -> None:
     """Note what goes into a forward that is trained: it may be a part of what was fetched."""
     rows = [tensor.shape[0] for tensor in tensors if tensor.dim()]
-    for item in latest if rows else ():
+    for item in latest if rows and is_under_way() else ():
         item.divided = item.divided or rows[0] < item.fetched
         item.inputs.append(draws.digest(tensors[0]))
 

@@ -145,7 +145,8 @@ def _stand_in(real: Any, shape: tuple[int, ...], classes: int, *counts: int) -> 
             count = counts[not self.train]
             images = np.random.RandomState(0).randint(0, 256, (64, *shape), np.uint8)
             self.classes = [str(number) for number in range(classes)]
-            self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
+            if not isinstance(getattr(real, "class_to_idx", None), property):
+                self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
             self.targets: Any = [number % classes for number in range(count)]
             if is_folder:
                 self.samples = self.imgs = list(enumerate(self.targets))

@@ -118,8 +118,8 @@ def forward(real: Any, self: Any, *args: Any, **keywords: Any) -> Any:
 @replaces(DDP)
 def __getstate__(real: Any, self: Any) -> Any:
     """Save a whole wrapper as if nobody watched it."""
-    ours = "_watched", "_comm_hooks"
-    return {name: value for name, value in real(self).items() if name not in ours}
+    kept = {name: value for name, value in real(self).items() if name != "_watched"}
+    return kept | {"_comm_hooks": []}
 
 
 @replaces(DDP)
@@ -157,12 +157,12 @@ def _note_inputs(tensors: list[Tensor]) -> None:
     drew = Forward.before is not None and state_now != Forward.before
     varied = [t for t in tensors if t.numel() > 1 and bool((t != t.flatten()[0]).any())]
     digests = [draws.digest(tensor) for tensor in varied]
-    is_of_batch = any(item.fetched for item in passes.latest)
-    record.tell("input", digests=digests, drew=drew, is_of_batch=is_of_batch)
-    for digest in digests if drew else ():
-        where = "for what goes into a forward"
-        same = (where, Forward.before, digest)
-        record.tell("equal random numbers", same=same, where=where, name="torch")
+    record.tell("input", digests=digests, drew=drew, is_of_batch=passes.is_under_way())
+    for tensor, digest in zip(varied, digests, strict=True) if drew else ():
+        if devices.is_drawn(tensor):
+            where = "for what goes into a forward"
+            same = (where, Forward.before, digest)
+            record.tell("equal random numbers", same=same, where=where, name="torch")
 
 
 def _module_begins(module: nn.Module, inputs: Any) -> None:
