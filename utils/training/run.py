@@ -1,7 +1,6 @@
 """A run: everything about training that is not the training itself."""
 
 import argparse
-import math
 import signal
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import data
 from utils import distributed, optim, signals
+from utils.datasets.loader import LONGEST_WAIT
 from utils.datasets.loader import batches as loader_batches
 from utils.device import peak_memory, seed_step, synchronize
 from utils.errors import Diverged, UsageError, describe, end_workers
@@ -190,7 +190,9 @@ class Run:
         if not self._progress.has_step_left:
             return
         try:
-            yield from loader_batches(loader, getattr(self.args, "timeout", math.inf))
+            # Of a job of several ranks: the others wait for this one as long in a collective.
+            limit = getattr(self.args, "timeout", LONGEST_WAIT)
+            yield from loader_batches(loader, limit)
         except signals.Stopped:
             if distributed.world_size() > 1:  # the other ranks wait for this one in a backward
                 raise
