@@ -29,12 +29,13 @@ from torch.utils.data import DataLoader
 
 import data
 import models
-from utils import config, distributed, optim, output, signals
-from utils.checks import check_fits
+from utils import optim, output, signals
 from utils.cluster.launch import launch
 from utils.device import Precision, select_devices, setup_device, setup_seed
-from utils.evaluation import evaluate
-from utils.run import Run
+from utils.training import config, first_pass
+from utils.training.evaluation import evaluate
+from utils.training.first_pass import check_fits
+from utils.training.run import Run
 from utils.weights import load_weights
 
 
@@ -102,7 +103,7 @@ def train(args: argparse.Namespace, job) -> int:
     # DDP: after its first backward DDP groups the gradients into new buckets. Sums over three or
     # more ranks then differ in the last bit. So one backward that changes nothing comes first, and
     # a resumed run computes the same sums as an uninterrupted one.
-    distributed.warm_up(model, train_loader, transform, precision)
+    first_pass.warm_up(model, train_loader, transform, precision)
 
     lr = optim.scale_lr(args.lr, args.lr_scaling, global_batch_size, config.DEFAULT_BATCH_SIZE)
     optimizer = optim.build_optimizer(raw_model, lr, args.momentum, args.weight_decay)

@@ -20,12 +20,13 @@ from torch.utils.data import DataLoader
 
 import data
 import models
-from utils import config, optim, output, signals
-from utils.checks import check_fits
+from utils import optim, output, signals
 from utils.device import Precision, select_devices, setup_device, setup_seed
 from utils.errors import guard
-from utils.evaluation import evaluate
-from utils.run import Run
+from utils.training import config
+from utils.training.evaluation import evaluate
+from utils.training.first_pass import check_fits
+from utils.training.run import Run
 from utils.weights import load_weights
 
 

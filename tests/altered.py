@@ -42,8 +42,10 @@ from torch.optim import swa_utils  # noqa: E402
 
 import data  # noqa: E402
 import models  # noqa: E402
-from utils import checkpoint, evaluation, optim, run, throughput  # noqa: E402
+from utils import optim  # noqa: E402
+from utils.datasets import loader  # noqa: E402
 from utils.datasets.sources import SOURCES, Source  # noqa: E402
+from utils.training import checkpoint, evaluation, run, timing  # noqa: E402
 
 HOW, AT = os.environ.get("ALTER", ""), os.environ.get("ALTER_AT", "")
 # Two numbers for each image; a layer that every second step leaves out, or that only rank 0 uses; a
@@ -277,12 +279,12 @@ run.weights_sha256 = before("results", run.weights_sha256)
 if HOW in ("float64", "float32"):
     run.Run.__exit__, models.loss_and_counts = show_and_leave, note_dtype
 if HOW == "stuck":
-    collate, given, data.collate, data.BATCH_TIMEOUT = data.collate, [], stick, 0.5
+    collate, given, loader.collate, loader.BATCH_TIMEOUT = loader.collate, [], stick, 0.5
 if HOW == "empty":
     checkpoint.Checkpointer._read_newest = read_newest
 if HOW == "clock":
     clock = {"perf_counter": lambda: steps + 99.0 * min(steps, 5)}
-    throughput.time = SimpleNamespace(**vars(time) | clock)
+    timing.time = SimpleNamespace(**vars(time) | clock)
 if HOW in ("float64", "exact"):
     torch.set_default_dtype(torch.float64)
 if HOW == "exact":

@@ -7,7 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = [ROOT / f"train_{technique}.py" for technique in ("single", "dp", "ddp")]
-CORE = sorted((ROOT / "utils").glob("[a-z]*.py"))
+GROUND = sorted((ROOT / "utils").glob("[a-z]*.py"))
+TRAINING = sorted((ROOT / "utils" / "training").glob("[a-z]*.py"))
 DATASETS = sorted((ROOT / "utils" / "datasets").glob("[a-z]*.py"))
 CLUSTER = sorted((ROOT / "utils" / "cluster").glob("[a-z]*.py"))
 CHECK = sorted((ROOT / "scripts" / "check").glob("*.py"))
@@ -58,7 +59,7 @@ def imports(path):
         if isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for name in names:
-            # ``from utils import config`` names a module, ``from utils.config import x`` does, too.
+            # ``from utils import errors`` names a module, ``from utils.errors import x`` does, too.
             module = name if name in MODULES else name.rpartition(".")[0]
             if module in MODULES:
                 yield module, node not in tree.body

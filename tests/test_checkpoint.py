@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import models
-from utils import checkpoint
-from utils.checkpoint import Checkpointer
 from utils.errors import Diverged, UsageError
-from utils.progress import Progress
+from utils.training import checkpoint
+from utils.training.checkpoint import Checkpointer
+from utils.training.progress import Progress
 from utils.weights import CheckpointError, load_weights, weights_sha256
 
 IDENTITY = {"model": "linear", "dataset": "mnist", "seed": 0}

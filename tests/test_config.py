@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tests.processes import error_line, run, script
-from utils import config
+from utils.training import config
 
 # technique, flags, a part of the message: each answer of the parser once
 BAD = """

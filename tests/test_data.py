@@ -28,11 +28,12 @@ import data
 import models
 from tests.processes import ROOT, Training, error_line, finish, run, script, start, wait_until
 from utils import signals
-from utils.checks import check_fits
-from utils.datasets import fetch, idx, prepare, sources
+from utils.datasets import fetch, idx, loader, prepare, sources
 from utils.datasets.digits import draw_digits
+from utils.datasets.sources import DataError
 from utils.errors import UserError, explain, guard
 from utils.files import lock_file
+from utils.training.first_pass import check_fits
 
 CPU = torch.device("cpu")
 PREPARE = (sys.executable, ROOT / "scripts/tools/prepare_data.py")
@@ -74,7 +75,7 @@ def test_a_damaged_raw_file_is_refused(raw):
     for name in ("t10k-labels-idx1-ubyte", "train-images-idx3-ubyte"):  # the first is read last
         for damage in (7, 30, -40, 0):
             change(raw / name, damage) if damage > 0 else os.truncate(raw / name, -damage)
-            with pytest.raises(data.DataError, match=rf"/{name} is damaged \(.+\): delete it to"):
+            with pytest.raises(DataError, match=rf"/{name} is damaged \(.+\): delete it to"):
                 load(raw)
 
 
@@ -106,7 +107,7 @@ def test_waiting_for_the_data_is_bounded_names_for_whom_and_hears_a_stop(tmp_pat
     holder = fork(lambda: [lock_file(lock), time.sleep(600)])
     wait_until(lambda: lock.exists() and lock.read_text())
     monkeypatch.setattr(prepare, "LOCK_TIMEOUT", 0.2)
-    with pytest.raises(data.DataError, match=f"process {holder.pid} on "):
+    with pytest.raises(DataError, match=f"process {holder.pid} on "):
         data.load_dataset("synthetic", str(tmp_path))
     process = start(*script("train_single.py", "--dataset", "synthetic", "--data-dir", tmp_path))
     assert f"waiting for process {holder.pid} on " in process.stderr.readline()
@@ -181,7 +182,7 @@ def test_mirrors_without_good_files_are_named(mirror, raw, monkeypatch):
     mirror("nothing", "bad", "slow")
     with monkeypatch.context() as patch:
         patch.setattr(fetch, "DOWNLOAD_TIMEOUT", 1.0)
-        with pytest.raises(data.DataError, match=r"/bad/ \(.+\); .*/slow/ \(nothing in 1 s\)"):
+        with pytest.raises(DataError, match=r"/bad/ \(.+\); .*/slow/ \(nothing in 1 s\)"):
             load(raw)
     assert list(raw.iterdir()) == []
     for path in (raw.parent.parent / "good").iterdir():
@@ -240,8 +241,8 @@ def seen(count, size, world, start=0, epoch=0):
     for rank in range(world):
         sampler = data.EpochSampler(dataset, size * world, world, rank, seed=3)
         sampler.set_epoch(epoch, start)
-        loader = DataLoader(dataset, size, sampler=sampler, collate_fn=data.collate)
-        per_rank.append([labels.tolist() for _, labels in loader])
+        batches = DataLoader(dataset, size, sampler=sampler, collate_fn=loader.collate)
+        per_rank.append([labels.tolist() for _, labels in batches])
         assert [len(batch) for batch in per_rank[-1]] == [size] * (len(sampler) // size)
     # The ranks take turns.
     return [[*itertools.chain(*zip(*ranks, strict=True))] for ranks in zip(*per_rank, strict=True)]
@@ -316,7 +317,7 @@ def test_a_small_dev_shm_ends_in_one_line(synthetic_dir, tmp_path):
 
 def same(first, second):
     """Return whether two sets pass for the same, as the ranks compare them."""
-    texts = [data.fingerprint(each) for each in data.place([first, second], CPU, None, 0, 0)]
+    texts = [loader.fingerprint(each) for each in data.place([first, second], CPU, None, 0, 0)]
     return texts[0] == texts[1]
 
 

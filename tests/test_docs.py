@@ -22,7 +22,7 @@ from tests.documents import (
     without_comments,
 )
 from tests.processes import ROOT
-from utils import config
+from utils.training import config
 
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 RUNNING, TROUBLESHOOTING = DOCS / "running.md", DOCS / "troubleshooting.md"

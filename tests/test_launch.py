@@ -24,11 +24,11 @@ from tests.processes import (
     summary,
     wait_until,
 )
-from utils import config
 from utils.cluster import rank_info
 from utils.cluster.launch import choose_backend
 from utils.cluster.rank_info import RankInfo
 from utils.errors import UsageError
+from utils.training import config
 
 SHORT = "--dataset synthetic --model linear --max-steps 20 --threads 1 --no-progress"
 

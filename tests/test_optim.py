@@ -13,8 +13,8 @@ from tests import processes
 from utils import optim
 from utils.device import Precision, seed_step
 from utils.errors import UsageError
-from utils.evaluation import evaluate
 from utils.metrics import Metrics
+from utils.training.evaluation import evaluate
 
 CPU = torch.device("cpu")
 

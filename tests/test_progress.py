@@ -3,7 +3,7 @@
 import pytest
 
 from utils.errors import UsageError
-from utils.progress import Progress
+from utils.training.progress import Progress
 
 SUMS = {"count": 3.0, "loss": 1.0}
 

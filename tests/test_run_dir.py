@@ -28,9 +28,9 @@ from tests.processes import (
 )
 from tests.test_data import fork
 from utils.errors import UsageError
-from utils.logger import Logger
-from utils.progress import Progress
-from utils.run_dir import Status, open_run
+from utils.training.logger import Logger
+from utils.training.progress import Progress
+from utils.training.run_dir import Status, open_run
 
 LINEAR = ["--model", "linear", "--no-tensorboard"]
 FLAGS = {"lr": 0.1}

@@ -12,12 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
-import data
-import models
-from utils.device import Precision
 from utils.errors import UserError, describe
 
 Result = TypeVar("Result")
@@ -129,31 +124,3 @@ def gather(number: int) -> list[int]:
     numbers = torch.zeros(world_size(), dtype=torch.int64)
     numbers[rank()] = number
     return sum_over_ranks(numbers).tolist()
-
-
-def warm_up(
-    model: DistributedDataParallel,
-    loader: DataLoader,
-    transform: data.Transform,
-    precision: Precision,
-) -> None:
-    """Let DDP make its final buckets, in a step that changes nothing. Collective.
-
-    DDP groups the gradients into new buckets after its first backward. Sums of three or more ranks
-    then differ in their last bit. After this step a fresh run and a resumed one are bit-identical.
-
-    Args:
-        loader: of the training. Its first batch is used, since a compiled model would compile again
-            for another size.
-        precision: that of the training, for the same reason.
-    """
-    buffers = [buffer.clone() for buffer in model.buffers()]
-    dataset: Any = loader.dataset
-    batch = data.read_batch(dataset, range(min(len(dataset), loader.batch_size or 1)))
-    images, targets = transform(*batch, train=True)
-    with precision.autocast():
-        loss, _ = models.loss_and_counts(model(images), targets)
-    loss.backward()
-    model.zero_grad()
-    for buffer, before in zip(model.buffers(), buffers, strict=True):
-        buffer.copy_(before)

@@ -33,11 +33,11 @@ import trial
 
 import data
 import models
-from utils import config
 from utils.device import select_devices, usable_cores
 from utils.errors import UsageError
 from utils.files import write_json
-from utils.throughput import WARMUP_STEPS
+from utils.training import config
+from utils.training.timing import WARMUP_STEPS
 
 LEAST_STEPS = 20  # timed
 QUICK = {"rounds": 1, "seconds": 2.0, "global_batch_sizes": [256], "batch_sizes": []}

@@ -27,9 +27,10 @@ import torch
 import torch.distributed as dist
 from collectives import largest, time_all_reduce
 
-from utils import config, output, signals
+from utils import output, signals
 from utils.cluster.launch import Job, launch
 from utils.device import select_devices, setup_device, usable_cores
+from utils.training import config
 
 SIZES = (4, 2**10, 2**20, 2**24)  # bytes to all-reduce
 OK, WARNING, FAILURE = "ok", "warning", "failure"

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import models
-from utils import config
 from utils.device import select_devices, setup_device
+from utils.training import config
 
 DEVICES = [2**i for i in range(11)]
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes at which DDP closes a bucket

@@ -15,9 +15,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from utils import config
 from utils.errors import UserError, guard
 from utils.output import protect
+from utils.training import config
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_SECONDS = 10.0  # for a process to end after SIGTERM

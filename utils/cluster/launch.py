@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from utils import config, errors
+from utils import errors
 from utils.cluster import children, rank_info
 from utils.cluster.calls import call_within
 from utils.cluster.job import Job, LostRank
@@ -20,6 +20,7 @@ from utils.cluster.rank_info import RankInfo
 from utils.device import import_dynamo, openmp_threads, select_devices, usable_cores
 from utils.errors import UsageError, UserError
 from utils.signals import Stopped
+from utils.training import config
 
 DESTROY_SECONDS = 5.0  # to destroy the process group after a failure
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from utils import distributed
 from utils.errors import Diverged, UsageError
 from utils.files import replace_file
-from utils.progress import Progress
+from utils.training.progress import Progress
 from utils.weights import CheckpointError, DamagedFile, load_state, read_tensors
 
 FORMAT = 4

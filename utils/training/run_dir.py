@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from utils import distributed
-from utils.config import OF_ONE_HOST
 from utils.errors import NOT_SAVED, UsageError
 from utils.files import Locked, lock_file, write_json
-from utils.progress import Progress
+from utils.training.config import OF_ONE_HOST
+from utils.training.progress import Progress
 
 ROOT = Path("runs")
 # With --resume a run may begin in a folder with these files: those of a run, and launchers' logs.

@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from utils.files import replace_file
-from utils.progress import Progress
+from utils.training.progress import Progress
 
 # tqdm's own lock is a semaphore between processes. A rank that ends at once would leave it behind.
 tqdm.set_lock(threading.RLock())

@@ -15,16 +15,22 @@ from torch.utils.data import DataLoader
 
 import data
 from utils import distributed, signals
-from utils.checkpoint import Checkpointer
+from utils.datasets.loader import batches as loader_batches
 from utils.device import peak_memory, seed_step, synchronize
 from utils.errors import Diverged, UsageError, describe, end_workers, explain
 from utils.files import write_json
-from utils.logger import Logger
 from utils.metrics import Metrics
-from utils.profiler import LAST_STEP, StepProfiler
-from utils.progress import Progress
-from utils.run_dir import Status, compare, identify_launch, open_run
-from utils.throughput import WARMUP_STEPS, Throughput, seconds_since_start
+from utils.training.checkpoint import Checkpointer
+from utils.training.logger import Logger
+from utils.training.progress import Progress
+from utils.training.run_dir import Status, compare, identify_launch, open_run
+from utils.training.timing import (
+    LAST_STEP,
+    WARMUP_STEPS,
+    StepProfiler,
+    Throughput,
+    seconds_since_start,
+)
 from utils.weights import weights_sha256
 
 RECORDED = ("technique", "dataset", "model", "batch_size", "seed", "amp")  # flags in summary.json
@@ -167,7 +173,7 @@ class Run:
         accum_steps = self.args.grad_accum_steps
         self._logger.start_epoch(len(loader) // accum_steps)
         try:
-            batches = data.batches(loader) if self.progress.has_step_left else ()
+            batches = loader_batches(loader) if self.progress.has_step_left else ()
             for micro_step, batch in enumerate(batches):
                 if micro_step % accum_steps == 0:
                     if self.signal or not self.progress.has_step_left:

@@ -8,6 +8,7 @@ from torch import nn
 
 import data
 import models
+from utils.datasets.loader import batches
 from utils.device import Precision
 from utils.metrics import Metrics
 
@@ -23,7 +24,7 @@ def evaluate(
     """
     raw_model.eval()
     metrics = Metrics(transform.device)
-    for images, targets in data.batches(loader):
+    for images, targets in batches(loader):
         images, targets = transform(images, targets)
         with precision.autocast():
             metrics.update(*models.loss_and_counts(raw_model(images), targets))

@@ -8,11 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 import data
 import models
 from utils import distributed
+from utils.datasets.loader import fingerprint, read_batch
 from utils.datasets.sources import DataError
+from utils.device import Precision
 from utils.errors import UsageError, describe
 
 IGNORED = -100  # cross_entropy skips this class
@@ -39,7 +43,7 @@ def check_fits(model: nn.Module, transform: data.Transform, train_set: Any, test
         _check_same(model, {"training data": train_set, "test data": test_set})
     model.eval()  # so that the images leave no trace in running statistics
     for dataset in (train_set, test_set):
-        images, labels = data.read_batch(dataset, sorted({0, len(dataset) - 1}))
+        images, labels = read_batch(dataset, sorted({0, len(dataset) - 1}))
         try:
             images, targets = transform(images, labels)
             outputs = model.forward(images)  # ``model(images)`` would compile for a few images
@@ -94,7 +98,7 @@ def _check_same(model: nn.Module, sets: dict[str, Any]) -> None:
     Raises:
         UsageError: this rank differs. The job tells the other ranks, which wait at the end.
     """
-    own = {name: data.fingerprint(dataset) for name, dataset in sets.items()}
+    own = {name: fingerprint(dataset) for name, dataset in sets.items()}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         trained = ", trained" if tensor.requires_grad else ""
         own[name] = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{trained}"
@@ -112,3 +116,31 @@ def _check_same(model: nn.Module, sets: dict[str, Any]) -> None:
                 " Python set, or a random split without a seed)"
             )
     distributed.gather(0)
+
+
+def warm_up(
+    model: DistributedDataParallel,
+    loader: DataLoader,
+    transform: data.Transform,
+    precision: Precision,
+) -> None:
+    """Let DDP make its final buckets, in a step that changes nothing. Collective.
+
+    DDP groups the gradients into new buckets after its first backward. Sums of three or more ranks
+    then differ in their last bit. After this step a fresh run and a resumed one are bit-identical.
+
+    Args:
+        loader: of the training. Its first batch is used, since a compiled model would compile again
+            for another size.
+        precision: that of the training, for the same reason.
+    """
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    dataset: Any = loader.dataset
+    batch = read_batch(dataset, range(min(len(dataset), loader.batch_size or 1)))
+    images, targets = transform(*batch, train=True)
+    with precision.autocast():
+        loss, _ = models.loss_and_counts(model(images), targets)
+    loss.backward()
+    model.zero_grad()
+    for buffer, before in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(before)

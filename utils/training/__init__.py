@@ -1,0 +1,1 @@
+"""What stands around the loop: flags, first pass, folder, checkpoints, position, reports."""
