@@ -170,11 +170,12 @@ def spells(text, pieces, is_whole):
         return not is_whole and head.startswith(text)
     if not rest:
         return is_value(text)
-    ends = [found.start() for found in re.finditer(re.escape(rest[0] or ""), text)]
-    return any(
-        0 < end < len(text) and is_value(text[:end]) and spells(text[end:], rest, is_whole)
-        for end in ends
-    ) or (not is_whole and is_value(text))
+    after = rest[0] or ""
+    for end in range(1, len(text)):
+        is_end = text.startswith(after, end) or (not is_whole and after.startswith(text[end:]))
+        if is_end and is_value(text[:end]) and spells(text[end:], rest, is_whole):
+            return True
+    return not is_whole and is_value(text)
 
 
 def is_printed(message):
