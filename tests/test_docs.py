@@ -139,7 +139,7 @@ def templates():
             if all(isinstance(part, ast.Constant | ast.FormattedValue) for part in parts):
                 pieces = [getattr(part, "value", None) for part in parts]
                 pieces = [piece if isinstance(piece, str) else None for piece in pieces]
-                if len("".join(piece or "" for piece in pieces)) > 5:
+                if len("".join(piece or "" for piece in pieces)) > 4:
                     found.add(tuple(pieces))
     return sorted(found, key=str)
 
