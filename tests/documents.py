@@ -128,7 +128,7 @@ def figures(text):
 
 def waits_for(text):
     """Return for which change in the English page this Chinese one waits, or nothing."""
-    found = re.search(r"<!-- waits for: (.+?) -->", text)
+    found = re.search(r"<!-- waits for: (.+?) -->", without_blocks(text))
     return found[1] if found else ""
 
 
