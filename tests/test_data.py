@@ -317,7 +317,7 @@ def test_a_small_dev_shm_ends_in_one_line(synthetic_dir, tmp_path):
 
 def same(first, second):
     """Return whether two sets pass for the same, as the ranks compare them."""
-    texts = [loader.fingerprint(each) for each in data.place([first, second], CPU, None, 0, 0)]
+    texts = [loader.fingerprint(each) for each in data.place([first, second], CPU, None, 0)]
     return texts[0] == texts[1]
 
 
@@ -365,8 +365,9 @@ def test_random_transforms_are_no_difference_between_ranks():
 def test_random_transforms_are_the_same_with_any_ranks_and_workers():
     """And from any position of the epoch on; another epoch draws others."""
 
-    def drawn(world, workers, epoch=0, start=0):
-        found, dataset = {}, data.place([Noisy()] * 2, CPU, None, workers, 7)[0]
+    def drawn(world, workers, epoch=0, start=0, seed=7):
+        torch.manual_seed(seed)
+        found, dataset = {}, data.place([Noisy()] * 2, CPU, None, workers)[0]
         for rank in range(world):
             sampler = data.EpochSampler(dataset, 4 * world, world, rank, seed=3)
             sampler.set_epoch(epoch, start)
@@ -380,7 +381,8 @@ def test_random_transforms_are_the_same_with_any_ranks_and_workers():
     assert len(whole) == 40
     assert drawn(2, 2) == drawn(1, 2) == whole
     assert drawn(1, 0, start=20).items() < whole.items()
-    assert not drawn(1, 0, epoch=1).items() & whole.items()
+    for other in ({"epoch": 1}, {"seed": 8}):
+        assert not drawn(1, 0, **other).items() & whole.items()
 
 
 def test_transform_normalises_each_channel(monkeypatch):
@@ -451,14 +453,14 @@ OWN = [
 def test_what_does_not_fit_is_one_line_before_the_first_step(model, sets, words):
     transform = data.Transform(CPU, "mnist")
     with pytest.raises(UserError, match=words):
-        check_fits(model or nn.Linear(4, 4), transform, *data.place(sets, CPU, None, 0, 0))
+        check_fits(model or nn.Linear(4, 4), transform, *data.place(sets, CPU, None, 0))
 
 
 def test_other_mistakes_are_one_line(monkeypatch):
     monkeypatch.setitem(models.MODELS, "lazy", lambda: nn.LazyLinear(10))
     for words, call in {
         "3 weights for 90 samples": lambda: data.EpochSampler(Set(90), 6, weights=[1, 2, 3]),
-        "--data-on-device needs the tensors": lambda: data.place([Noisy()] * 2, CPU, True, 0, 0),
+        "--data-on-device needs the tensors": lambda: data.place([Noisy()] * 2, CPU, True, 0),
         "--model has a lazy layer": lambda: models.build_model("lazy"),
         "--batch-size is too small": lambda: nn.BatchNorm1d(3)(torch.zeros(1, 3)),
     }.items():
@@ -471,7 +473,7 @@ def test_other_mistakes_are_one_line(monkeypatch):
 
 def test_frozen_statistics_that_move_are_noted(capsys):
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
-    sets = data.place([Noisy()] * 2, CPU, None, 0, 0)
+    sets = data.place([Noisy()] * 2, CPU, None, 0)
     for frozen in (False, True):
         model[0].requires_grad_(not frozen)
         check_fits(model, data.Transform(CPU, "mnist"), *sets)

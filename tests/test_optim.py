@@ -89,6 +89,22 @@ def test_evaluation_sums_exactly_and_leaves_the_model_as_it_is():
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
+def test_any_number_of_metrics_and_a_stop_are_summed_with_them():
+    """As two ranks do it; one line beyond the room for them."""
+    ranks = [Metrics(CPU), Metrics(CPU)]
+    for rank, metrics in enumerate(ranks):
+        many = {f"metric{i}": torch.full((3 - rank,), i) for i in range(250)}
+        for _ in range(2):
+            metrics.update(torch.tensor(0.5), {"count": 3 - rank} | many)
+    assert [metrics.interrupted for metrics in ranks] == [0, 0]
+    ranks[1].interrupt()
+    ranks[0].sums.add_(ranks[1].sums)
+    assert ranks[0].averages == {"loss": 0.5} | {f"metric{i}": i for i in range(250)}
+    assert (ranks[0].count, ranks[0].interrupted) == (10, 1)
+    with pytest.raises(UsageError, match="sums, of which more3 is the first too many"):
+        ranks[0].update(torch.tensor(0.5), {"count": 1} | {f"more{i}": 0 for i in range(9)})
+
+
 @pytest.mark.parametrize(
     ("outputs", "targets"),
     [((8, 1), torch.zeros(8, 1)), ((8, 10), torch.zeros(8, 10)), ((8, 10), torch.zeros(8).int())],

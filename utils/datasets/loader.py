@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from torch.utils.data import (
     Dataset,
     IterableDataset,
@@ -61,43 +62,45 @@ class SampleSet(Dataset):
     """Any map-style data set of PyTorch, read sample by sample.
 
     What its transforms draw from torch, numpy and random depends only on the seed, the sample and
-    its place in the training. So it is the same with any number of processes and loader workers,
-    and in a resumed run.
+    its position in the training. So it is the same with any number of processes and loader workers,
+    and in a resumed run. The seed is that of ``torch.manual_seed``, which was called before.
     """
 
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
+    def __init__(self, dataset: Any) -> None:
+        self.dataset, self.seed = dataset, torch.initial_seed()
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, keys: list[int]) -> list[Any]:
-        """Return samples by index, to which a place in the training is added as ``place * N``."""
+    def __getitems__(self, keys: Sequence[int | tuple[int, int]]) -> list[Any]:
+        """Return samples.
+
+        Args:
+            keys: indices, or pairs (index, position in the training), as ``EpochSampler`` yields
+                them. Without a position a sample is the same each time.
+        """
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()
         samples = []
         for key in keys:
-            seed = zlib.crc32(f"{self.seed}/{key}".encode())
+            index, position = key if isinstance(key, tuple) else (key, None)
+            seed = zlib.crc32(f"{self.seed}/{index}/{position}".encode())
             random.seed(seed)
             np.random.seed(seed)
             torch.default_generator.manual_seed(seed)
-            samples.append(self.dataset[key % len(self)])
+            samples.append(self.dataset[index])
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
         return samples
 
 
-def place(
-    sets: Any, device: torch.device, on_device: bool | None, num_workers: int, seed: int
-) -> list[Any]:
+def place(sets: Any, device: torch.device, on_device: bool | None) -> list[Any]:
     """Return what ``load_dataset`` returned as an ``ImageSet`` or a ``SampleSet`` each.
 
     Args:
         sets: two data sets, to train and to test.
         device: of this process.
         on_device: whether to keep the sets there. None: if they are small, on CUDA.
-        num_workers: a loader worker cannot read what is on a device.
-        seed: of random transforms.
 
     Raises:
         DataError: anything else than two map-style data sets.
@@ -113,8 +116,8 @@ def place(
     if not all(isinstance(each, ImageSet) for each in both):
         if on_device:
             raise UsageError("--data-on-device needs the tensors of an ImageSet: drop it")
-        return [each if isinstance(each, ImageSet) else SampleSet(each, seed) for each in both]
-    if on_device is None and device.type == "cuda" and not num_workers:
+        return [each if isinstance(each, ImageSet) else SampleSet(each) for each in both]
+    if on_device is None and device.type == "cuda":
         size = sum(part.nbytes for each in both for part in each.tensors)
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / torch.cuda.device_count()
         on_device = torch.cuda.mem_get_info(device)[0] > ROOM_ON_DEVICE * size * max(1, ranks)
@@ -150,6 +153,15 @@ def read_batch(dataset: ImageSet | SampleSet, indices: Sequence[int]) -> tuple[T
             f"the samples of --dataset make no batch ({str(error).splitlines()[0]}): return pairs"
             " (image, label), and let a transform make all images tensors of one shape"
         ) from None
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch of any form on a device. What is no tensor stays as it is."""
+    # On mps a copy that does not block may read memory that has been freed meanwhile.
+    blocking = device.type != "cuda"
+    return tree_map(
+        lambda x: x.to(device, non_blocking=not blocking) if isinstance(x, Tensor) else x, batch
+    )
 
 
 def tie_to_parent(worker_id: int) -> None:

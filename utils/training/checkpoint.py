@@ -16,7 +16,7 @@ from utils.files import replace_file
 from utils.training.progress import Progress
 from utils.weights import CheckpointError, DamagedFile, load_state, read_tensors
 
-FORMAT = 4
+FORMAT = 5
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -68,8 +68,13 @@ class Checkpointer:
                 " pass its module to Run in `extra`"
             ) from None
 
-    def save(self, progress: Progress) -> None:
-        """Write ``last.pt`` on rank 0. The checkpoint before stays as ``previous.pt``.
+    def save(self, progress: Progress, keep_previous: bool = True) -> None:
+        """Write ``last.pt`` on rank 0.
+
+        Args:
+            progress: the position to save.
+            keep_previous: whether the checkpoint before stays as ``previous.pt``. It is not kept if
+                it holds the same step, without its evaluation.
 
         Raises:
             Diverged: a number is not finite.
@@ -95,9 +100,11 @@ class Checkpointer:
         content = io.BytesIO()
         torch.save(state, content)
         self.folder.mkdir(parents=True, exist_ok=True)
-        kept = "damaged.pt" if self.is_damaged else "previous.pt"  # which is the good one then
+        kept = self.folder / "previous.pt" if keep_previous else None
+        if self.is_damaged:
+            kept = self.folder / "damaged.pt"  # previous.pt is the good one then
         with content.getbuffer() as whole:  # left open, Python 3.13 complains after an error
-            replace_file(self.folder / "last.pt", whole, keep_as=self.folder / kept)
+            replace_file(self.folder / "last.pt", whole, keep_as=kept)
         self.is_damaged = False
 
     def restore(self, progress: Progress) -> list[str]:

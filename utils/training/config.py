@@ -10,10 +10,9 @@ from typing import Any, NoReturn
 
 import models
 from data import SOURCES
-from utils import errors
-from utils.optim import RULES
+from utils import errors, output, signals
+from utils.optim import REFERENCE_BATCH, RULES
 
-DEFAULT_BATCH_SIZE = 96
 PATH = os.path.expanduser  # a shell leaves the ~ of --run-dir=~/x
 SMALL = 1e-12  # in place of 0, which makes no sense
 LARGE = 2**53  # beyond which a float does not hold every whole number
@@ -75,13 +74,15 @@ def build_parser(technique: str, description: str | None) -> argparse.ArgumentPa
     add("--num-workers", type=COUNT, default=0, help="loader workers of each process")
     add("--augment", action=argparse.BooleanOptionalAction, default=True, help="random shift")
     add("--data-on-device", action=argparse.BooleanOptionalAction, help="default: if it is small")
+    # The result does not depend on it. 500 images fit a CPU's cache.
+    add("--eval-batch-size", type=SIZE, default=500, help="of an evaluation, per device")
 
     add = parser.add_argument_group("training").add_argument
     add("--model", choices=list(models.MODELS), default="convnet")
     add("--epochs", type=POSITIVE, default=1, help="length of the run, 0.5 is half an epoch")
     add("--max-steps", type=SIZE, help="end after this many optimizer steps")
-    add("--batch-size", type=SIZE, default=DEFAULT_BATCH_SIZE, help="per device and micro-step")
-    add("--lr", type=POSITIVE, default=0.1, help=f"peak, at a global batch of {DEFAULT_BATCH_SIZE}")
+    add("--batch-size", type=SIZE, default=REFERENCE_BATCH, help="per device and micro-step")
+    add("--lr", type=POSITIVE, default=0.1, help=f"peak, at a global batch of {REFERENCE_BATCH}")
     add("--lr-scaling", choices=RULES, default=RULES[0], help="how the rate follows the batch")
     add("--momentum", type=FRACTION, default=0.9)
     add("--weight-decay", type=NON_NEGATIVE, default=5e-4)
@@ -137,17 +138,23 @@ def parse_args(
 ) -> argparse.Namespace:
     """Parse and check the command line. On an error print one line and exit with status 2.
 
+    Stop signals are noted from here on, and output that nobody reads does not end the script.
+
     Args:
         script: the file ``train_<technique>.py``.
         description: its docstring.
         argv: the arguments, or None for those of this process.
     """
+    output.protect()
+    signals.install_handlers()
     technique = Path(script).stem.removeprefix("train_")
     parser = build_parser(technique, description)
     args = parser.parse_args(argv)
     args.technique = technique
     if problem := find_conflict(args):
         parser.error(problem)
+    if args.num_workers:
+        args.data_on_device = False  # where a loader worker could not read it
     return args
 
 
