@@ -63,7 +63,7 @@ def restored(checkpointer, progress=None):
 def test_a_round_trip_restores_everything_but_the_learning_rate(tmp_path):
     saver, progress = saved(tmp_path, fp16=True)
     progress.train_sums = {"count": 10, "loss": 1.5, "correct": 2}
-    progress.test_sums = {"count": 10, "loss": 0.5, "correct": 9}
+    progress.evaluated = {"test": {"count": 10, "loss": 0.5, "correct": 9}}
     saver.scaler._scale = torch.tensor(1024.0)
     saver.save(progress)
 
@@ -227,7 +227,7 @@ def test_nothing_that_is_not_finite_is_saved(where, rank, tmp_path, monkeypatch)
     if where == "momentum":
         saver.optimizer.state_dict()["state"][0]["momentum_buffer"][2, 2] = float("inf")
     if where == "sums":
-        progress.test_sums = {"count": 10.0, "loss": float("inf")}
+        progress.evaluated = {"test": {"count": 10.0, "loss": float("inf")}}
     with pytest.raises(Diverged, match="not finite at step 2") as caught:
         saver.save(progress)
     assert caught.value.reported_elsewhere == bool(rank), "one line for all ranks"

@@ -33,7 +33,7 @@ from utils.datasets.digits import draw_digits
 from utils.datasets.sources import DataError
 from utils.errors import UserError, explain, guard
 from utils.files import lock_file
-from utils.training.first_pass import check_fits
+from utils.training.first_pass import first_pass
 
 CPU = torch.device("cpu")
 PREPARE = (sys.executable, ROOT / "scripts/tools/prepare_data.py")
@@ -240,7 +240,8 @@ def seen(count, size, world, start=0, epoch=0):
     dataset, per_rank = Set(count), []
     for rank in range(world):
         sampler = data.EpochSampler(dataset, size * world, world, rank, seed=3)
-        sampler.set_epoch(epoch, start)
+        sampler.set_epoch(epoch)
+        sampler.start = start
         batches = DataLoader(dataset, size, sampler=sampler, collate_fn=loader.collate)
         per_rank.append([labels.tolist() for _, labels in batches])
         assert [len(batch) for batch in per_rank[-1]] == [size] * (len(sampler) // size)
@@ -273,7 +274,8 @@ def test_weights_are_drawn_with_replacement_and_shared_out():
         arguments = (Set(90), size * world, world)
         ranks = [data.EpochSampler(*arguments, rank, 3, weights) for rank in range(world)]
         for sampler in ranks:
-            sampler.set_epoch(1, start=18)
+            sampler.set_epoch(1)
+            sampler.start = 18
         orders.append(list(itertools.chain(*zip(*ranks, strict=True))))
     assert orders[0] == orders[1] == orders[2]
     never, seldom, often = torch.tensor(orders[0]).remainder(3).bincount(minlength=3)
@@ -317,7 +319,7 @@ def test_a_small_dev_shm_ends_in_one_line(synthetic_dir, tmp_path):
 
 def same(first, second):
     """Return whether two sets pass for the same, as the ranks compare them."""
-    texts = [loader.fingerprint(each) for each in data.place([first, second], CPU, None, 0)]
+    texts = [loader.fingerprint(each) for each in loader.place([first, second], CPU, None)]
     return texts[0] == texts[1]
 
 
@@ -367,10 +369,11 @@ def test_random_transforms_are_the_same_with_any_ranks_and_workers():
 
     def drawn(world, workers, epoch=0, start=0, seed=7):
         torch.manual_seed(seed)
-        found, dataset = {}, data.place([Noisy()] * 2, CPU, None, workers)[0]
+        found, dataset = {}, loader.place([Noisy()] * 2, CPU, None)[0]
         for rank in range(world):
             sampler = data.EpochSampler(dataset, 4 * world, world, rank, seed=3)
-            sampler.set_epoch(epoch, start)
+            sampler.set_epoch(epoch)
+            sampler.start = start
             options = data.loader_options(dataset, workers, CPU)
             for images, labels in DataLoader(dataset, 4, sampler=sampler, **options):
                 assert torch.equal(images[:, 0].long() % 4, labels)
@@ -390,13 +393,13 @@ def test_transform_normalises_each_channel(monkeypatch):
     images, labels = torch.randint(256, (8, 3, 32, 40), dtype=torch.uint8), torch.rand(8)
     monkeypatch.setitem(sources.SOURCES, "mine", sources.Source("Mine", mean, std))
     transform = data.Transform(CPU, "mine", augment=True)
-    pixels, targets = transform(images, labels)
+    pixels, targets = transform((images, labels))
     for channel in range(3):
         expected = (images[:, channel] / 255 - mean[channel]) / std[channel]
         torch.testing.assert_close(pixels[:, channel], expected)
     assert torch.equal(targets, labels), "the numbers of a regression"
-    assert not torch.equal(transform(images, labels, train=True)[0], pixels), "no shift"
-    already, numbers = transform(pixels, labels.double(), train=True)
+    assert not torch.equal(transform((images, labels), train=True)[0], pixels), "no shift"
+    already, numbers = transform((pixels, labels.double()), train=True)
     assert already is pixels, "floats have been transformed"
     assert numbers.dtype == torch.float32, "Python's numbers become float64"
 
@@ -406,10 +409,10 @@ def test_random_shift_is_a_crop_of_the_padded_image(shape):
     for count in (40, 7):
         images = torch.randint(256, (count, *shape), dtype=torch.uint8)
         torch.manual_seed(0)
-        padded, places = F.pad(images, (2,) * 4), torch.randint(25, (count,)).tolist()
+        padded, places = F.pad(images, (2,) * 4), torch.randint(5, (2, count)).T.tolist()
         crops = [
-            image[..., place // 5 : place // 5 + 4, place % 5 : place % 5 + 6]
-            for image, place in zip(padded, places, strict=True)
+            image[..., down : down + 4, right : right + 6]
+            for image, (down, right) in zip(padded, places, strict=True)
         ]
         for order in (torch.contiguous_format, *[torch.channels_last] * (images.ndim == 4)):
             torch.manual_seed(0)
@@ -434,6 +437,8 @@ OWN = [
     (None, (Pictures(), Noisy()), "make no batch .*PIL.* return pairs"),
     (None, (TensorDataset(torch.zeros(3, 2)), Noisy()), "make no batch .*return pairs"),
     (nn.Linear(3, 4), (Noisy(), Noisy()), r"cannot take the images of --dataset, \[4\]"),
+    (nn.Bilinear(4, 4, 4), (Noisy(), Noisy()), "cannot take the images .*missing 1 required"),
+    (nn.Linear(4, 4).requires_grad_(False), (Noisy(), Noisy()), "no parameter to train"),
     (nn.Linear(4, 3), (Noisy(), Noisy()), "has the class 3, and --model 3 logits"),
     (
         nn.Sequential(nn.Flatten(), nn.Linear(16, 3)),
@@ -449,18 +454,29 @@ OWN = [
 ]
 
 
+def try_first(model, train_set, test_set, transform=None):
+    """Call ``first_pass`` as the scripts do, with batches of 2."""
+    sampler = data.EpochSampler(train_set, 2)
+    loaders = [
+        DataLoader(train_set, 2, sampler=sampler, collate_fn=loader.collate),
+        DataLoader(test_set, 2, collate_fn=loader.collate),
+    ]
+    autocast = torch.autocast("cpu", enabled=False)
+    first_pass(model, *loaders, transform or data.Transform(CPU, "mnist"), autocast)
+
+
 @pytest.mark.parametrize(("model", "sets", "words"), OWN)
 def test_what_does_not_fit_is_one_line_before_the_first_step(model, sets, words):
     transform = data.Transform(CPU, "mnist")
     with pytest.raises(UserError, match=words):
-        check_fits(model or nn.Linear(4, 4), transform, *data.place(sets, CPU, None, 0))
+        try_first(model or nn.Linear(4, 4), *loader.place(sets, CPU, None), transform)
 
 
 def test_other_mistakes_are_one_line(monkeypatch):
     monkeypatch.setitem(models.MODELS, "lazy", lambda: nn.LazyLinear(10))
     for words, call in {
         "3 weights for 90 samples": lambda: data.EpochSampler(Set(90), 6, weights=[1, 2, 3]),
-        "--data-on-device needs the tensors": lambda: data.place([Noisy()] * 2, CPU, True, 0),
+        "--data-on-device needs the tensors": lambda: loader.place([Noisy()] * 2, CPU, True),
         "--model has a lazy layer": lambda: models.build_model("lazy"),
         "--batch-size is too small": lambda: nn.BatchNorm1d(3)(torch.zeros(1, 3)),
     }.items():
@@ -471,10 +487,30 @@ def test_other_mistakes_are_one_line(monkeypatch):
         assert re.search(words, str(explained))
 
 
+def test_the_first_pass_changes_nothing():
+    """Nor does it start loader workers, or move what a sampler draws."""
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4))
+    sets = loader.place([Noisy()] * 2, CPU, None)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    draws = []
+    for is_tried in (False, True):
+        torch.manual_seed(1)
+        np.random.seed(2)
+        random.seed(3)
+        if is_tried:
+            try_first(model, *sets)
+        draws.append((torch.rand(1).item(), np.random.rand(), random.random()))
+    assert draws[0] == draws[1]
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model.training
+
+
 def test_frozen_statistics_that_move_are_noted(capsys):
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
-    sets = data.place([Noisy()] * 2, CPU, None, 0)
+    sets = loader.place([Noisy()] * 2, CPU, None)
     for frozen in (False, True):
         model[0].requires_grad_(not frozen)
-        check_fits(model, data.Transform(CPU, "mnist"), *sets)
+        try_first(model, *sets)
         assert ("of the frozen 0 still move" in capsys.readouterr().out) == frozen

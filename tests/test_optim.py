@@ -11,7 +11,7 @@ import data
 import models
 from tests import processes
 from utils import optim
-from utils.device import Precision, seed_step
+from utils.device import seed_step
 from utils.errors import UsageError
 from utils.metrics import Metrics
 from utils.training.evaluation import evaluate
@@ -25,10 +25,10 @@ def linear():
 
 
 def test_learning_rate_scaling():
-    assert optim.scale_lr(0.1, "none", 512, 64) == 0.1
-    assert optim.scale_lr(0.1, "linear", 512, 64) == pytest.approx(0.8)
-    assert optim.scale_lr(0.1, "sqrt", 256, 64) == pytest.approx(0.2)
-    rates = [optim.scale_lr(0.1, "capped-linear", size, 96) for size in (48, 96, 384, 768, 6144)]
+    assert optim.scale_lr(0.1, "none", 8 * 96) == 0.1
+    assert optim.scale_lr(0.1, "linear", 8 * 96) == pytest.approx(0.8)
+    assert optim.scale_lr(0.1, "sqrt", 4 * 96) == pytest.approx(0.2)
+    rates = [optim.scale_lr(0.1, "capped-linear", size) for size in (48, 96, 384, 768, 6144)]
     assert rates == pytest.approx([0.05, 0.1, 0.4, 0.4, 0.4])
 
 
@@ -50,10 +50,10 @@ def test_the_schedule_warms_up_and_ends_at_zero():
 def test_momentum_that_is_there_from_the_start_changes_nothing():
     """It is there for a layer whose first gradient comes late, on which the fused SGD fails."""
     ours, theirs = (nn.ModuleList([linear(), linear()]) for _ in range(2))
-    optimizer = optim.build_optimizer(ours, 0.1, 0.9, 5e-4)
-    reference = torch.optim.SGD(
-        theirs.parameters(), 0.1, momentum=0.9, weight_decay=5e-4, nesterov=True
-    )
+    options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True}
+    optimizer = torch.optim.SGD(ours.parameters(), 0.1, **options, fused=True)
+    optim.fill_momentum(optimizer)
+    reference = torch.optim.SGD(theirs.parameters(), 0.1, **options)
     for used in (1, 2, 2):
         images = torch.randn(8, 1, 28, 28)
         for layers, step in ((ours, optimizer), (theirs, reference)):
@@ -82,7 +82,7 @@ def test_evaluation_sums_exactly_and_leaves_the_model_as_it_is():
     transform, results = data.Transform(CPU, "mnist"), []
     for size in (1, 7, 40):
         batches = zip(images.split(size), labels.split(size), strict=True)
-        found = evaluate(model, batches, transform, Precision(CPU, "off"))
+        found = evaluate(model, batches, transform, torch.autocast("cpu", enabled=False))
         results.append((found.totals["correct"], found.count, pytest.approx(found.loss, rel=1e-5)))
     assert results[0] == results[1] == results[2]
     assert math.isnan(Metrics(CPU).loss), "nothing was counted"
@@ -122,7 +122,7 @@ from utils.device import setup_device
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
-setup_device(torch.device("cpu"), 1)
+setup_device("cpu", threads=1)
 model, images = models.build_model("convnet"), torch.rand(96, 1, 28, 28)
 for step in range(15):
     if step == 5:

@@ -17,7 +17,7 @@ from utils.cluster.job import Job, LostRank
 from utils.cluster.meeting import Meeting, Member, RendezvousError, meet
 from utils.cluster.places import Address, AgentStore, File
 from utils.cluster.rank_info import RankInfo
-from utils.device import import_dynamo, openmp_threads, select_devices, usable_cores
+from utils.device import openmp_threads, select_devices, usable_cores
 from utils.errors import UsageError, UserError
 from utils.signals import Stopped
 from utils.training import config
@@ -72,7 +72,6 @@ def _run_rank(train: Train, args: argparse.Namespace, given: RankInfo | None = N
 
 def _meet_and_train(train: Train, args: argparse.Namespace, info: RankInfo) -> int:
     job = _meet(args, info)
-    import_dynamo()  # otherwise DDP's constructor does it, more slowly
     try:
         status = train(args, job)
     except Exception as error:

@@ -60,8 +60,9 @@ def first_pass(
             fit what the model returns.
         UsageError: this rank has other data or another model than rank 0, or nothing is trained.
     """
-    is_wrapped = isinstance(model, DataParallel | DistributedDataParallel)
-    raw_model = model.module if is_wrapped else model
+    raw_model: nn.Module = model
+    if isinstance(model, DataParallel | DistributedDataParallel):
+        raw_model = model.module
     if not any(parameter.requires_grad for parameter in raw_model.parameters()):
         raise UsageError("--model has no parameter to train: all are frozen, or there is none")
     sets: dict[str, Any] = {"training": train_loader.dataset, "test": test_loader.dataset}
