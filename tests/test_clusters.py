@@ -7,10 +7,13 @@ import signal
 import socket
 import stat
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from tests.documents import blocks, read
 from tests.processes import (
     ROOT,
     environment,
@@ -235,6 +238,29 @@ def test_sbatch_runs_to_its_end(options, slurm, synthetic_dir, tmp_path, expecte
     text = wait_for(slurm, job, output, "summary in", 200)
     assert f"job {job}, attempt 1" in text
     assert summary(run_dir)["weights_sha256"] == expected
+
+
+def test_a_job_of_ones_own(slurm, short_dir, tmp_path):
+    """The script that docs/launching.md shows, with this test's names, sizes and training."""
+    (shown,) = (b.text for b in blocks(read(ROOT / "docs" / "launching.md")) if "SBATCH" in b.text)
+    output, job_script = tmp_path / "out", tmp_path / "my_job.sbatch"
+    names = {
+        "--partition=gpu --account=my-account": "--partition=test",
+        "--gpus-per-node=4 --cpus-per-task=32": "--gpus-per-node=2 --cpus-per-task=1",
+        "--nproc_per_node 4": "--nproc_per_node 1",
+        "slurm-%j.out": str(output),
+        "~/my_venv/bin": str(Path(sys.executable).parent),
+        "29500": str(free_port()),
+        "train.py": f"scripts/minimal/ddp.py --dataset synthetic --data-dir {short_dir}",
+    }
+    for name, ours in names.items():
+        assert name in shown
+        shown = shown.replace(name, ours)
+    job_script.write_text(f"{shown.rstrip()} && rm model.pt\n")  # which ddp.py leaves
+    job = sbatch(slurm, job_script)
+    text = wait_for(slurm, job, output, "of 500", 200)
+    assert text.count("epoch 1: ") == 1, text
+    wait_until(lambda: job_state(slurm, job) == "COMPLETED")
 
 
 @pytest.mark.parametrize("cause", ["time limit", "requeue"])

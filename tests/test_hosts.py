@@ -129,13 +129,12 @@ def expected(synthetic_dir, tmp_path_factory):
     ("method", "count", "resolve"),
     [
         ("torchrun, static", 2, True),
-        ("no launcher, several nodes", 2, True),
-        ("script, several nodes", 2, True),
-        ("--init-method file://", 2, True),
+        ("script, several machines", 2, True),
+        ("variables by hand", 2, True),
         ("scripts/run_ssh.sh", 3, True),
         # Gloo would listen where the hostname resolves to, on which nobody else can reach it.
         ("variables by hand", 3, False),
-        ("script, several nodes", 3, False),
+        ("script, several machines", 3, False),
     ],
 )
 def test_hosts_reach_the_weights_of_one(
@@ -178,7 +177,7 @@ def test_run_ssh_leaves_nobody(killed, hosts, synthetic_dir, tmp_path):
 def test_a_host_is_cut_off_in_training(hosts, synthetic_dir, tmp_path):
     network = hosts(2)
     flags = f"{LONG} --data-dir {synthetic_dir} --run-dir {tmp_path}/run --timeout 20"
-    command = LAUNCH_TABLE["no launcher, several nodes"]
+    command = LAUNCH_TABLE["variables by hand"]
     processes = network.launch(f"{command} {flags}", tmp_path)
     wait_until((tmp_path / "run" / "metrics.jsonl").exists)
     succeed(run("ip", "-n", network.names[1], "link", "set", "eth0", "down"))

@@ -37,10 +37,10 @@ SHORT = "--dataset synthetic --model linear --max-steps 20 --threads 1 --no-prog
 # $SHARED a folder that all nodes see.
 TABLE = rows(section(ROOT / "docs" / "launching.md", "Every way to launch it").text)[1:]
 LAUNCH_TABLE = {method: code.strip("`") for method, code, _ in TABLE}
-assert len(LAUNCH_TABLE) == 19
+assert len(LAUNCH_TABLE) == 12
 # Their tests are in test_clusters.py and test_hosts.py.
 ELSEWHERE = ("srun", "mpirun", "sbatch", "script, over ssh")
-SLOW = ("torchrun, elastic", "script, several nodes")
+SLOW = ("torchrun, elastic", "script, several machines")
 
 
 def launch(command, flags, shared, literal=True, **extra):
@@ -72,7 +72,7 @@ def expected(synthetic_dir, tmp_path_factory):
     """The weights that two processes reach, however they were started."""
     folder = tmp_path_factory.mktemp("expected")
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {folder}"
-    command = LAUNCH_TABLE["no launcher, one node"]
+    command = LAUNCH_TABLE["no launcher, one machine"]
     (ended,) = finish_all(launch(command, flags, folder, literal=False), 60)
     assert ended.returncode == 0, ended.text
     return summary(folder)["weights_sha256"]
@@ -191,7 +191,7 @@ def test_a_device_that_no_backend_knows():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "how"), [("torchrun, one node", "raise"), ("torchrun, static", "SIGKILL")]
+    ("method", "how"), [("torchrun, one machine", "raise"), ("torchrun, static", "SIGKILL")]
 )
 def test_torchrun_starts_all_again_after_a_crash(method, how, synthetic_dir, tmp_path, expected):
     """Ranks that start again must not meet at the addresses of the attempt before."""
