@@ -8,6 +8,7 @@ from tests.sources import (
     CHECK,
     CLUSTER,
     DATASETS,
+    FULL,
     GROUND,
     LESSONS,
     MINIMAL,
@@ -22,11 +23,6 @@ from tests.sources import (
 
 TOP = [ROOT / "models.py", ROOT / "data.py"]
 PROJECT = [*SCRIPTS, *TOP, *GROUND, *TRAINING, *DATASETS, *CLUSTER]
-# What a person reads whose change does not fit.
-FULL = (
-    "The scripts and their diffs are the lesson, and this one has grown too long to read: say it"
-    " more plainly, or take away what is worth less."
-)
 COMPLETE = ROOT / "scripts/minimal/ddp_complete.py"
 
 
