@@ -63,9 +63,9 @@ part() {
 part "Driver" "$smi"
 ((gpus == 1)) || part "Topology" "${topology[@]}"
 part "Doctor" "${launcher[@]}" "$gpus" scripts/tools/doctor.py "${data[@]}"
-part "Tests" "$PYTHON" -m pytest -m gpu --all
+part "Tests" "$PYTHON" -m pytest -m gpu
 # From torch 2.15 on, "nccl" is another class, and this variable brings the former one back.
-part "Tests with the former NCCL backend" env TORCH_DIST_USE_NCCL2=0 "$PYTHON" -m pytest -m nccl --all
+part "Tests with the former NCCL backend" env TORCH_DIST_USE_NCCL2=0 "$PYTHON" -m pytest -m nccl
 part "Benchmark" "$PYTHON" scripts/tools/benchmark.py --quick "${data[@]}" --output "$run_dir"
 part "Quick start" scripts/quickstart.sh "${data[@]}"
 if ((gpus > 1)); then
