@@ -48,7 +48,7 @@ def read_digits(folder, part):
 BATCH, STEPS, EPOCHS, SEED, WARMUP, LR = 192, 25, 3, 7, 0.5, 0.05
 FLAGS = ["--max-steps", STEPS, "--epochs", EPOCHS, "--seed", SEED, "--warmup-epochs", WARMUP]
 FLAGS += ["--lr", LR, "--lr-scaling", "linear", "--momentum", 0.8, "--weight-decay", 0.01]
-FLAGS += ["--label-smoothing", 0.2, "--max-grad-norm", 0.7]
+FLAGS += ["--label-smoothing", 0.2, "--max-grad-norm", 0.7, "--log-every", 4]
 
 
 AVERAGES = ("train_loss", "train_accuracy", "test_loss", "test_accuracy")
