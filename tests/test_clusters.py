@@ -50,7 +50,7 @@ MPI = {
 def test_mpirun_side_by_side(synthetic_dir, tmp_path, expected):  # noqa: F811
     """Two jobs on one host find ports of their own."""
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}"
-    jobs = [launch(LAUNCH_TABLE["mpirun"], f"{flags}/{job}", tmp_path, **MPI) for job in range(2)]
+    jobs = [launch(LAUNCH_TABLE["mpirun"], f"{flags}/{job}", **MPI) for job in range(2)]
     for job, processes in enumerate(jobs):
         (ended,) = finish_all(processes, 120)
         assert ended.returncode == 0, ended.text
@@ -60,7 +60,7 @@ def test_mpirun_side_by_side(synthetic_dir, tmp_path, expected):  # noqa: F811
 @needs_mpirun
 def test_one_line_under_mpirun(synthetic_dir, tmp_path):
     flags = f"--dataset synthetic --data-dir {synthetic_dir} --backend mpi"
-    (ended,) = finish_all(launch(LAUNCH_TABLE["mpirun"], flags, tmp_path, **MPI), 120)
+    (ended,) = finish_all(launch(LAUNCH_TABLE["mpirun"], flags, **MPI), 120)
     assert ended.returncode != 0
     assert len(error_lines(ended)) == 1, ended.text
 
@@ -170,7 +170,7 @@ def no_process_is_left():
 def test_srun(slurm, synthetic_dir, tmp_path, expected):  # noqa: F811
     command = LAUNCH_TABLE["srun"].replace("srun", "srun --nodes 2")
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
-    (ended,) = finish_all(launch(command, flags, tmp_path, **slurm), 120)
+    (ended,) = finish_all(launch(command, flags, **slurm), 120)
     assert ended.returncode == 0, ended.text
     assert summary(tmp_path / "run")["weights_sha256"] == expected
 

@@ -31,7 +31,7 @@ from utils import signals
 from utils.datasets import fetch, idx, loader, prepare, sources
 from utils.datasets.digits import draw_digits
 from utils.datasets.sources import DataError
-from utils.errors import UserError, explain, guard
+from utils.errors import UserError, end_workers, explain, guard
 from utils.files import lock_file
 from utils.training.first_pass import first_pass
 
@@ -514,3 +514,92 @@ def test_frozen_statistics_that_move_are_noted(capsys):
         model[0].requires_grad_(not frozen)
         try_first(model, *sets)
         assert ("of the frozen 0 still move" in capsys.readouterr().out) == frozen
+
+
+class Stuck(Noisy):
+    """Waits in a sample that stands in ``at``, or ends the epoch there."""
+
+    at = -1
+
+    def __getitem__(self, index):
+        if index == self.at:
+            time.sleep(600)
+        if index == -self.at:
+            return next(iter(()))
+        return super().__getitem__(index)
+
+
+def loaded(at, workers):
+    dataset = Stuck()
+    dataset.at = at
+    [dataset, _] = data.place([dataset] * 2, CPU, None, workers)
+    return DataLoader(dataset, 4, **data.loader_options(dataset, workers, CPU))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_that_ends_early_is_an_error(workers):
+    assert len([*loader.batches(loaded(-99, workers))]) == 10
+    with pytest.raises(DataError, match="the data set Stuck ended after 2 of 10 batches: a StopI"):
+        list(loader.batches(loaded(-9, workers)))
+    end_workers()
+
+
+def test_a_batch_that_does_not_come_is_told_and_then_an_error(monkeypatch, capfd):
+    """By PyTorch's own words, since its error has no type: they may change."""
+    monkeypatch.setattr(loader, "BATCH_TIMEOUT", 0.1)
+    monkeypatch.setattr(loader, "FIRST_LINE", 0.3)
+    stuck = loader.batches(loaded(9, 1), timeout=1.0)
+    assert len([next(stuck), next(stuck)]) == 2
+    with pytest.raises(DataError, match=r"waited \d s .*py-spy dump --pid \d+; it wa") as caught:
+        next(stuck)
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith("rank 0 has waited 0 s for a batch of the data set Stuck: usually")
+    end_workers()  # before the loader in this traceback goes, which would wait for the stuck one
+    del caught
+
+
+class Locked(Noisy):
+    """Has what no other process can be given."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_set_that_cannot_be_sent_to_a_worker_is_one_line(python_3_14):
+    local = type("Local", (Noisy,), {"__qualname__": "function.<locals>.Local"})
+    for dataset in (Locked(), local()):
+        dataset = data.place([dataset] * 2, CPU, None, 1)[0]
+        options = data.loader_options(dataset, 1, CPU)
+        with pytest.raises(DataError, match=r"cannot be sent to a loader worker .*by forkserver"):
+            next(loader.batches(DataLoader(dataset, 4, **options)))
+
+
+# Starts workers by a method of choice, and says so once they have given a batch.
+WORKERS = """
+import multiprocessing, sys, time
+sys.path.insert(0, sys.argv[1])
+import torch, data
+from torch.utils.data import DataLoader
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method(sys.argv[2])
+    dataset = data.ImageSet(torch.zeros(9, 2, 2).byte(), torch.zeros(9).long())
+    loader = DataLoader(dataset, 3, **data.loader_options(dataset, 2, torch.device("cpu")))
+    next(iter(loader))
+    print("started", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    "method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
+)
+def test_a_training_that_is_killed_leaves_no_worker(method, tmp_path):
+    """However Python starts them; ``no_process_is_left`` looks."""
+    (tmp_path / "main.py").write_text(WORKERS)
+    process = start(sys.executable, tmp_path / "main.py", ROOT, method, real=True)
+    assert process.stdout.readline() == "started\n"
+    process.kill()
+    process.wait()

@@ -29,20 +29,31 @@ def training(synthetic_dir, tmp_path):
 # The script, on any machine
 
 
+# A Python that has torch and the modules that are not in $LACKS. It runs nothing: pytest fails, and
+# the doctor hangs where $HANG is set.
+FAKE_PYTHON = """case "$*" in
+    -c*find_spec*) for name in $LACKS; do case " $* " in *" $name "*) echo "$name" ;; esac; done ;;
+    -c*"(2, 9)"*) exit "${NO_TORCH:-0}" ;;
+    -c*device_count*) echo "${GPUS:-2}" ;;
+    -\\ *) [ -z "$LACKS" ] && exit || exit 1 ;;
+    *pytest*) exit 1 ;;
+    *doctor*) [ -z "$HANG" ] || exec sleep 60 ;;
+    *prepare_data*) [ -z "$NO_MNIST" ] || { echo "prepare_data.py: error: gone" >&2; exit 1; } ;;
+esac
+case "$*" in -*) ;; *) echo "ran $*" ;; esac"""
+
+
 @pytest.fixture
 def fakes(tmp_path):
     """A folder with a copy of the script, and with programs that only say what they were asked."""
     (tmp_path / "scripts").mkdir()
     for name in ("gpu_check.sh", "quickstart.sh", "environment.sh"):
         shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_one.py").write_text("@pytest.mark.gpu")
     (tmp_path / "bin").mkdir()
-    python = """case "$*" in
-        -c*) echo "${GPUS:-2}" ;;
-        -\\ *) exit "${MISSING:-0}" ;;
-        *pytest*) exit 1 ;;
-        *) echo "ran $*" ;;
-    esac"""
-    for name, text in ("nvidia-smi", "echo GPU 0: Fake; echo GPU 1: Fake"), ("python3", python):
+    smi = "echo GPU 0: Fake; echo GPU 1: Fake"
+    for name, text in ("nvidia-smi", smi), ("python3", FAKE_PYTHON):
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     return tmp_path
@@ -53,23 +64,69 @@ def check(fakes, *arguments, **variables):
     return run(*words, cwd=fakes, PATH=f"{fakes}/bin:/usr/bin:/bin", **variables)
 
 
+def report_of(fakes):
+    """Return the report and, by the name of each part, its state without the seconds."""
+    (path,) = fakes.glob("runs/gpu-check-*/report.md")
+    text = path.read_text()
+    assert text.count("```\n$ ") * 2 == text.count("```\n"), "each block is closed"
+    rows = re.findall(r"^- (\w+): (.*) \(\d+ s\)$", text, re.MULTILINE)
+    titles = re.findall("^## (.*)", text, re.MULTILINE)
+    assert titles == [*(name.title() for name, _ in rows), "Summary"]
+    return text, dict(rows)
+
+
 def test_without_a_gpu_there_is_nothing_to_check(fakes):
     """And where an environment is missing, none is made for that."""
     assert "torch can use no GPU" in error_line(check(fakes, GPUS="0"))
     (fakes / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho No devices were found\nexit 6\n")
-    assert "lists no GPU" in error_line(check(fakes, MISSING="1"))
+    assert "lists no GPU" in error_line(check(fakes, NO_TORCH="1"))
 
 
 def test_the_report_has_all_parts_although_one_failed(fakes):
     ended = check(fakes, "--data-dir", "my data")
     assert ended.returncode == 1, ended.text
-    assert "Failed: Tests; Tests with the former NCCL backend; \n" in ended.stderr
-    (report,) = fakes.glob("runs/gpu-check-*/report.md")
-    titles = [line for line in report.read_text().splitlines() if line.startswith("## ")]
-    assert len(titles) > 5
-    assert report.read_text().count("```") == 2 * len(titles)
-    assert "scripts/tools/doctor.py --dataset mnist --data-dir my data" in report.read_text()
-    assert str(report.relative_to(fakes)) in ended.stderr
+    text, states = report_of(fakes)
+    listed = [line.split()[0] for line in check(fakes, "--list").stdout.splitlines()]
+    assert list(states) == listed
+    failed = [name for name, state in states.items() if state != "complete"]
+    assert failed == ["tests", "nccl"]
+    assert "scripts/tools/doctor.py --dataset mnist --data-dir my data" in text
+    trained = re.findall(r"^\$ .* train_single.py --dataset mnist", text, re.MULTILINE)
+    assert len(trained) == 1 + 2 * 5, "a profile, and two settings with five seeds"
+    for setting in "01":
+        assert f"$ env TORCH_DIST_USE_NCCL2={setting} " in text
+    assert re.search(r"env TORCH_DIST_USE_NCCL2=1 \S*python3 -m pytest .*-m nccl", text)
+
+
+def test_what_a_machine_lacks_is_skipped_and_told(fakes):
+    lacking = {"LACKS": "hypothesis torchvision", "GPUS": "1", "NO_MNIST": "1"}
+    ended = succeed(check(fakes, **lacking))
+    text, states = report_of(fakes)
+    skipped = {name: state for name, state in states.items() if state != "complete"}
+    assert list(skipped) == ["overlap", "time", "quickstart", "tests", "nccl"]
+    for name, words in (
+        ("overlap", "skipped: it takes two GPUs"),
+        ("time", "skipped: it takes MNIST"),
+        ("quickstart", "requirements.txt (torchvision)"),
+        ("tests", "skipped: the tests need hypothesis"),
+    ):
+        assert words in skipped[name]
+    assert "No MNIST (prepare_data.py: error: gone): drawn digits instead" in text
+    assert text.count("One GPU: ") == 3, "the doctor, the launches and the benchmark"
+    assert "Reports are welcome" in ended.stderr
+
+
+def test_a_part_alone_and_one_that_takes_too_long(fakes):
+    script = fakes / "scripts" / "gpu_check.sh"
+    text = script.read_text()
+    script.write_text(text.replace("LIMIT=600", "LIMIT=2"))
+    assert script.read_text() != text
+    ended = check(fakes, "--only", "doctor,launches", HANG="1")
+    assert ended.returncode == 1
+    told, states = report_of(fakes)
+    assert states["doctor"].startswith("failed: ")
+    assert list(states) == ["doctor", "launches"]
+    assert "did not end within the ten minutes" in told
 
 
 # One GPU

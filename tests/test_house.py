@@ -36,7 +36,7 @@ ARROWS = {name_of(path): {module for module, _ in imports(path)} for path in PRO
 
 def test_the_lesson_stays_small():
     """A test holds what a learner reads. How large the rest is, is for a maintainer to watch."""
-    limits = [*zip(SCRIPTS, (65, 75, 95), strict=True), (COMPLETE, 135)]
+    limits = [*zip(SCRIPTS, (65, 75, 95), strict=True), (COMPLETE, 140)]
     limits += [(path, 100) for path in LESSONS]
     limits += [(path, 60) for path in MINIMAL if path != COMPLETE]
     too_long = {path.name: count([path]) for path, limit in limits if count([path]) > limit}

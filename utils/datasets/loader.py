@@ -1,9 +1,14 @@
 """Data sets as the scripts read them, and the loader that fetches their batches."""
 
+import multiprocessing
 import os
+import pickle
 import random
 import signal
 import sys
+import threading
+import time
+import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -13,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import (
+    DataLoader,
     Dataset,
     IterableDataset,
     TensorDataset,
@@ -20,13 +26,16 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from utils import signals
+from utils import distributed, signals
 from utils.datasets.sources import DataError
-from utils.errors import UsageError
+from utils.errors import UsageError, describe
 
 COMPARED_SAMPLES = 32  # of each set, between ranks, since each may take a file to be read
 ROOM_ON_DEVICE = 10  # times the size of a set has to be free on a GPU that keeps it unasked
 BATCH_TIMEOUT = 15.0  # seconds that a loader waits for a batch before it looks for a stop signal
+TIMED_OUT = "DataLoader timed out"  # with which PyTorch's error then begins, that has no type
+FIRST_LINE, NEXT_LINES = 60.0, 300.0  # seconds without a batch until a line, and between lines
+LONGEST_WAIT = 600.0  # seconds, as --timeout's default
 
 
 class ImageSet(TensorDataset):
@@ -172,7 +181,16 @@ def tie_to_parent(worker_id: int) -> None:
     """
     for number in signals.STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signals.die_with_parent(signal.SIGKILL)
+    threading.Thread(target=_end_with_training, daemon=True).start()
+
+
+def _end_with_training() -> None:
+    # Not with the process that the kernel calls the parent: where Python starts workers by a
+    # server, as it does on Linux since 3.14, that is the server, which lives as long as a worker.
+    training = multiprocessing.parent_process()
+    if training is not None:
+        training.join()
+        os._exit(1)
 
 
 def loader_options(dataset: Any, num_workers: int, device: torch.device) -> dict[str, Any]:
@@ -184,29 +202,85 @@ def loader_options(dataset: Any, num_workers: int, device: torch.device) -> dict
         "collate_fn": collate,
         "worker_init_fn": tie_to_parent,
         "persistent_workers": num_workers > 0,
-        # Python 3.14 would start workers by a server, which would then be their parent.
-        "multiprocessing_context": "fork" if num_workers and sys.platform == "linux" else None,
         # Only pinned memory can be copied to a GPU while the host goes on.
         "pin_memory": on_host and device.type == "cuda",
     }
 
 
-def batches(loader: Iterable[Any]) -> Iterator[Any]:
-    """Yield the batches of a loader, however long one takes.
+def batches(loader: Iterable[Any], timeout: float = LONGEST_WAIT) -> Iterator[Any]:
+    """Yield the batches of a loader. Where workers read, say it when one does not come.
+
+    Args:
+        loader: a ``DataLoader``. Any other iterable is taken as it is.
+        timeout: seconds to wait for a batch of workers at most. In a job of several ranks it should
+            be the limit of a collective, in which the others wait for this rank meanwhile. If all
+            ranks wait here, nothing else ends them.
 
     Raises:
+        DataError: no batch came, or the loader ended before its last batch.
         Stopped: a stop signal came, and no batch for ``BATCH_TIMEOUT`` seconds.
     """
-    iterator = iter(loader)
+    expected = len(loader) if isinstance(loader, DataLoader) else 0
+    iterator, given = _begin(loader), 0
+    begin, next_line = time.monotonic(), FIRST_LINE
     while True:
         try:
-            yield next(iterator)
+            batch = next(iterator)
         except StopIteration:
+            if given < expected:
+                raise DataError(
+                    f"{_name_set(loader)} ended after {given} of {expected} batches: a"
+                    " StopIteration in it ends the loop of a DataLoader; give each next() a"
+                    " default, as in next(found, None)"
+                ) from None
             return
         except RuntimeError as error:
-            if not str(error).startswith("DataLoader timed out"):
+            if not str(error).startswith(TIMED_OUT):
                 raise
             signals.check()
+            waited = time.monotonic() - begin
+            problem = _describe_wait(loader, waited)
+            if waited >= timeout:
+                raise DataError(f"{problem}; it waits no longer") from None
+            if waited >= next_line:
+                print(problem, file=sys.stderr, flush=True)
+                next_line = waited + NEXT_LINES
+            continue
+        given += 1
+        yield batch
+        begin, next_line = time.monotonic(), FIRST_LINE
+
+
+def _begin(loader: Any) -> Iterator[Any]:
+    try:
+        with warnings.catch_warnings():  # PyTorch's says the same in three lines
+            warnings.filterwarnings("ignore", "Got pickle error")
+            return iter(loader)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        if "pickle" not in str(error) and "local object" not in str(error):
+            raise
+        method = multiprocessing.get_start_method()
+        raise DataError(
+            f"{_name_set(loader)} cannot be sent to a loader worker ({describe(error)}), which"
+            f" Python starts by {method}: open files and connections in __getitem__, define"
+            " functions and classes in a module, or pass --num-workers 0"
+        ) from None
+
+
+def _name_set(loader: Any) -> str:
+    dataset = loader.dataset
+    dataset = dataset.dataset if isinstance(dataset, SampleSet) else dataset
+    return f"the data set {type(dataset).__name__}"
+
+
+def _describe_wait(loader: Any, seconds: float) -> str:
+    workers = [str(worker.pid) for worker in multiprocessing.active_children()]
+    return (
+        f"rank {distributed.rank()} has waited {seconds:.0f} s for a batch of {_name_set(loader)}:"
+        " usually a disk hangs, or a worker waits for a lock, a pool or a connection that was made"
+        " before it was forked (make these in the worker). This shows where it is: py-spy dump"
+        f" --pid {workers[0] if workers else os.getpid()}"
+    )
 
 
 def fingerprint(dataset: ImageSet | SampleSet) -> str:

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +17,7 @@ SMALL = 1e-12  # in place of 0, which makes no sense
 LARGE = 2**53  # beyond which a float does not hold every whole number
 # Flags that may differ between hosts: hardware, folders, places, and what rank 0 alone reads.
 OF_ONE_HOST = """device devices threads num_workers data_on_device data_dir run_dir resume progress
-tensorboard log_every init_method rank world_size local_rank nprocs nnodes node_rank"""
+tensorboard log_every local_rank nprocs"""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -118,13 +117,8 @@ def build_parser(technique: str, description: str | None) -> argparse.ArgumentPa
     if technique == "ddp":
         add = parser.add_argument_group("DistributedDataParallel").add_argument
         add("--backend", choices=["auto", "nccl", "gloo", "mpi"], default="auto")
-        add("--init-method", default="env://", help="env://, tcp://host:port or file:///path")
-        add("--rank", type=COUNT, help="rank of this process, without a launcher")
-        add("--world-size", type=RANKS, help="number of ranks, goes with --rank")
         add("--local-rank", "--local_rank", type=COUNT, help=argparse.SUPPRESS)
         add("--nprocs", type=RANKS, help="start this many processes, without a launcher")
-        add("--nnodes", type=RANKS, default=1, help="number of nodes, goes with --nprocs")
-        add("--node-rank", type=COUNT, default=0, help="number of this node, from 0")
         add("--rdzv-timeout", type=SECONDS, default=120.0, help="seconds to wait for all ranks")
         add("--timeout", type=SECONDS, default=600.0, help="seconds that a collective may take")
         add("--sync-bn", action="store_true", help="batch statistics over all ranks")
@@ -178,16 +172,4 @@ def find_conflict(args: argparse.Namespace) -> str | None:
         return "--data-on-device leaves nothing for loader processes to do: drop --num-workers"
     if args.compile and hasattr(args, "replicas"):
         return "--compile has no effect on DataParallel's copies of the model: use DDP, or drop it"
-    if args.technique != "ddp":
-        return None
-    if (args.rank is None) != (args.world_size is None):
-        return "--rank and --world-size go together"
-    if args.node_rank >= args.nnodes:
-        return f"--node-rank {args.node_rank} is not below --nnodes {args.nnodes}: nodes start at 0"
-    if args.nprocs is None and args.nnodes > 1:
-        return "--nnodes and --node-rank go with --nprocs; torchrun has its own"
-    if args.nprocs is not None and args.rank is not None:
-        return "--nprocs numbers its processes itself: drop --rank and --world-size"
-    if not re.fullmatch(r"env://|tcp://[^/]+:[1-9]\d{0,4}|file:///.+", args.init_method):
-        return f"--init-method {args.init_method} is not env://, tcp://host:port or file:///path"
     return None

@@ -16,7 +16,7 @@ import data
 from utils import distributed, optim, signals
 from utils.datasets.loader import batches as loader_batches
 from utils.device import peak_memory, seed_step, synchronize
-from utils.errors import Diverged, UsageError, describe, end_workers, explain
+from utils.errors import Diverged, UsageError, describe, end_workers
 from utils.files import write_json
 from utils.metrics import Metrics
 from utils.training.checkpoint import Checkpointer
@@ -106,7 +106,8 @@ class Run:
 
     def __enter__(self) -> "Run":
         args, progress = self.args, self._progress
-        flags = {name: value for name, value in vars(args).items() if name != "technique"}
+        given = getattr(args, "given", vars(args))  # before ``launch`` has chosen the backend
+        flags = {name: value for name, value in given.items() if name != "technique"}
         launch = identify_launch(args.technique)
         self.folder, before = distributed.call_on_rank_0(
             open_run, args.run_dir, args.resume, launch, flags
@@ -284,15 +285,12 @@ class Run:
             if error is not None and not is_agreed_stop:
                 raise error
             self._finish()
-        except Exception as raised:
-            end_workers()  # or the death of another worker interrupts the rest
-            explained = explain(raised)
-            self._write_failed(explained)
-            if explained is raised:
-                raise
-            raise explained from raised
-        finally:
             signals.before_end(None)
+        except BaseException as raised:  # which ``guard`` or ``launch`` explains, and writes
+            end_workers()  # or the death of another worker interrupts the rest
+            raised.add_note(f"at step {self._progress.global_step}")
+            raise
+        finally:
             self._logger.close()
         return is_agreed_stop
 
