@@ -26,7 +26,7 @@ from utils.training import config
 
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 RUNNING, TROUBLESHOOTING = DOCS / "running.md", DOCS / "troubleshooting.md"
-MAX_LINES = {"README": 200, "CONTRIBUTING": 40, "concepts": 250, "faster": 80, "hangs": 60}
+MAX_LINES = {"README": 200, "CONTRIBUTING": 40, "concepts": 250, "hangs": 60}
 LESSONS = sorted(path.stem for path in (ROOT / "scripts" / "lessons").glob("[a-z]*.py"))
 
 
