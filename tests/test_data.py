@@ -638,12 +638,14 @@ import multiprocessing, sys, time
 sys.path.insert(0, sys.argv[1])
 import torch, data
 from torch.utils.data import DataLoader
+from utils.datasets.loader import batches
 
 if __name__ == "__main__":
     multiprocessing.set_start_method(sys.argv[2])
     dataset = data.ImageSet(torch.zeros(9, 2, 2).byte(), torch.zeros(9).long())
     loader = DataLoader(dataset, 3, **data.loader_options(dataset, 2, torch.device("cpu")))
-    next(iter(loader))
+    started = batches(loader)
+    next(started)
     print("started", flush=True)
     time.sleep(600)
 """
