@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-import data
 from tests.documents import (
     ENGLISH,
     blocks,
@@ -95,13 +94,9 @@ def project(tmp_path_factory, synthetic_dir):
 
 @pytest.fixture(scope="module")
 def shown(project):
-    """What commands name that no command before them has made: a run with a profile, pictures."""
+    """What commands name that no command before them has made: a run with a profile."""
     line = "python train_ddp.py --nprocs 2 --profile --max-steps 20 --run-dir runs/shown"
     succeed(run_shown(line, project, 20))
-    image = pytest.importorskip("PIL.Image", reason="needs Pillow")
-    digits = data.load_dataset("synthetic", str(project / "data"))[1].images
-    for name in ("digit.png", "photo.jpg"):
-        image.fromarray(digits[0].numpy()).save(project / name)
     return project
 
 

@@ -68,17 +68,23 @@ def test_a_script_trains_and_reports(technique, training):
 
 
 @pytest.mark.parametrize(
-    ("technique", "processes"),
-    [("single", 1), ("ddp", 3), pytest.param("ddp", 7, marks=SLOW)],
+    ("technique", "processes", "how", "left"),
+    [
+        ("single", 1, "raise", "failed"),
+        ("ddp", 3, "SIGKILL", "running"),
+        pytest.param("ddp", 7, "SIGKILL", "running", marks=SLOW),
+    ],
 )
-def test_an_owed_evaluation_counts_every_image_once(technique, processes, training, short_dir):
+def test_an_owed_evaluation_counts_every_image_once(
+    technique, processes, how, left, training, short_dir
+):
     """500 divides by neither 3 nor 7; the same weights have to get the same score.
 
-    The run was killed after the last step of its only epoch, before the evaluation.
+    The only epoch had been trained, and its evaluation failed, or the run was killed there.
     """
-    extra = ["--model", "linear", "--save-every-steps", 10, "--batch-size"]
-    training.run("single", *extra, 192, ALTER="SIGKILL", ALTER_AT="evaluate")
-    assert training.status["state"] == "running"
+    extra = ["--model", "linear", "--batch-size"]
+    training.run("single", *extra, 192, ALTER=how, ALTER_AT="evaluate")
+    assert training.status["state"] == left
     assert not (training.folder / "metrics.jsonl").exists()
     extra += [192 // processes, "--resume"]
     succeed(training.run(technique, *extra, processes=processes))

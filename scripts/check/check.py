@@ -3,7 +3,7 @@
     cd your_project
     python .../scripts/check/check.py train.py --its-flag 3
     python .../scripts/check/check.py --nodes 2 train.py       # one GPU on each of two hosts
-    python .../scripts/check/check.py -m your.train            # as for python -m
+    python .../scripts/check/check.py -m their.train            # as for python -m
 
 Start it in the folder in which you start your script, and with the Python that has the script's
 packages. It needs no GPU and changes nothing: the script runs in a copy of its project, for two

@@ -26,7 +26,7 @@ SETS: dict[str, Any] = {  # torchvision's: an image's shape, classes, training a
     "ImageFolder": ((256, 256, 3), 2, 2048, 512),
 }
 TRACKERS = ["torch.utils.tensorboard", "tensorboardX", "wandb", "visdom", "comet_ml", "neptune"]
-TRACKERS += ["mlflow", "mlflow.pytorch", "swanlab"]
+TRACKERS += ["neptune.new", "mlflow", "mlflow.pytorch", "swanlab"]
 NO_WEIGHTS: dict[str, Any] = {}  # stands for weights that a script would download
 # What other programs would print: a number, as of memory, which passes for a name, too.
 OUTPUTS = {"scontrol": "127.0.0.1\n", "hostname": "localhost\n"}
@@ -65,13 +65,16 @@ def tracker(name: str) -> MagicMock:
 
     module = MagicMock(__path__=[], __spec__=machinery.ModuleSpec(name, None), __name__=name)
     module.config = settings
-    for opener in ("init", "SummaryWriter", "Visdom", "start_run", "Experiment"):
+    for opener in ("init", "init_run", "SummaryWriter", "Visdom", "start_run", "Experiment"):
         getattr(module, opener).side_effect = open_one
     return module
 
 
-sys.modules |= {name: tracker(name) for name in TRACKERS}
-torch.utils.tensorboard = sys.modules["torch.utils.tensorboard"]
+for _name in TRACKERS:
+    sys.modules[_name] = tracker(_name)
+    _package, _, _module = _name.rpartition(".")
+    if _package:
+        setattr(sys.modules[_package], _module, sys.modules[_name])
 
 
 class NoProgram(subprocess.Popen):  # type: ignore[type-arg]

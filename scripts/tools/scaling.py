@@ -5,7 +5,7 @@
 
 The first command measures between the ranks that it starts, on one machine or several. The second
 one computes with your figures: a step on one device, the bytes of the gradients, and the bandwidth
-of the link in one direction. docs/faster.md explains the arithmetic.
+of the link in one direction. docs/numbers.md explains the arithmetic.
 
 Gradients are sent during the backward. With the NCCL class that torch 2.15 takes by default, a GPU
 computes nothing meanwhile, and a step takes as long as if all were sent after the backward. Both
