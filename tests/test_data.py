@@ -34,12 +34,21 @@ from torch.utils.data import (
 
 import data
 import models
-from tests.processes import ROOT, Training, error_line, finish, run, script, start, wait_until
-from utils import signals
+from tests.processes import (
+    ROOT,
+    Training,
+    error_line,
+    finish,
+    fork,
+    run,
+    script,
+    start,
+    wait_until,
+)
 from utils.datasets import fetch, idx, loader, prepare, sources
 from utils.datasets.digits import draw_digits
 from utils.datasets.sources import DataError
-from utils.errors import UserError, end_workers, explain, guard
+from utils.errors import UserError, end_workers, explain
 from utils.files import lock_file
 from utils.training.first_pass import first_pass
 
@@ -95,18 +104,6 @@ def test_a_folder_that_cannot_be_written_ends_in_one_line(tmp_path):
     [lock] = [path for path in tmp_path.rglob("*") if path.is_file()]
     line = error_line(run(*PREPARE, "synthetic", "--data-dir", lock))
     assert ".lock/Synthetic/raw (Not a directory): pass another --data-dir" in line
-
-
-def fork(function):
-    """Start a process that does one thing as a script would: with stop signals, and one line."""
-
-    def script_like():
-        signals.install_handlers()
-        sys.exit(guard(lambda: [function(), 0][1]))
-
-    process = multiprocessing.get_context("fork").Process(target=script_like)
-    process.start()
-    return process
 
 
 def test_waiting_for_the_data_is_bounded_names_for_whom_and_hears_a_stop(tmp_path, monkeypatch):
