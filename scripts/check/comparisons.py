@@ -164,6 +164,8 @@ def _cause(together: list[tuple[Facts, Facts]]) -> tuple[str, str, list[Any]]:
                 if found := re.search(pattern, calls):
                     return cause, lines[found.start()], grads
         return "gradients differ" if belongs == "averaged" else belongs, line, grads
+    if _differ(before, 1e-9) and belongs == "gradients differ":
+        return "other weights", line, before
     is_new = _differ(after, 1e-9) and not _differ(before, 1e-9)
     return "other learning rates or settings" if is_new else "", line, after
 
