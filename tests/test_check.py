@@ -62,6 +62,7 @@ def edited(own):
 
 WRONG, WARN, NOTE, RIGHT = (variants(level) for level in ("WRONG", "WARN", "NOTE", "RIGHT"))
 ON_TWO_HOSTS = {"device by global rank", "equal ranks", "every rank saves by each host"}
+ON_TWO_HOSTS |= {"equal shares by the local rank"}
 REENTRANT = """import torch, torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 dist.init_process_group("gloo")
