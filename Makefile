@@ -1,5 +1,5 @@
 # `make check` is every check. scripts/test.sh calls it in an environment of its own.
-# PYTEST_FLAGS=--all adds the slow tests.
+# PYTEST_FLAGS='-m ""' adds the slow tests.
 PYTHON ?= python3
 # Four at once for two cores, since many tests wait for a while. Who has finished takes tests from
 # the others: no file of long waits runs on alone at the end.

@@ -26,21 +26,12 @@ from tests import processes  # noqa: E402
 os.environ.update(processes.SETTINGS)
 
 
-def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="the slow tests, too")
-
-
-def pytest_collection_modifyitems(config, items):
+def pytest_collection_modifyitems(items):
     for item in items:
         mark = item.get_closest_marker("gpu")
         needed = (mark.args or (1,))[0] if mark else 0
         if needed and processes.count_gpus() < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs GPUs: {needed}"))
-    if not config.getoption("--all"):
-        # Left out rather than skipped: a skip is a test that this machine cannot run.
-        slow = [item for item in items if "slow" in item.keywords]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in slow]
 
 
 def files_of_the_project():
@@ -67,8 +58,7 @@ def pytest_sessionfinish(session):
         return  # a worker of pytest-xdist reports to another process
     left = files_of_the_project() - config.stash[files_before]
     problems = [f"left behind in the project: {sorted(left)}"] if left else []
-    whole = config.args == ["tests"] and not config.option.markexpr and not config.option.lf
-    if config.getoption("--all") and whole:
+    if config.args == ["tests"] and not config.option.markexpr and not config.option.lf:
         passed, skipped = (reporter.stats.get(kind, []) for kind in ("passed", "skipped"))
         ran = {report.nodeid.partition("::")[0] for report in (*passed, *skipped)}
         files = map(str, sorted(Path("tests").glob("test_*.py")))

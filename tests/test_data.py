@@ -532,7 +532,7 @@ class Stuck(Noisy):
 def loaded(at, workers):
     dataset = Stuck()
     dataset.at = at
-    [dataset, _] = data.place([dataset] * 2, CPU, None, workers)
+    [dataset, _] = loader.place([dataset] * 2, CPU, None)
     return DataLoader(dataset, 4, **data.loader_options(dataset, workers, CPU))
 
 
@@ -570,7 +570,7 @@ class Locked(Noisy):
 def test_a_set_that_cannot_be_sent_to_a_worker_is_one_line(python_3_14):
     local = type("Local", (Noisy,), {"__qualname__": "function.<locals>.Local"})
     for dataset in (Locked(), local()):
-        dataset = data.place([dataset] * 2, CPU, None, 1)[0]
+        dataset = loader.place([dataset] * 2, CPU, None)[0]
         options = data.loader_options(dataset, 1, CPU)
         with pytest.raises(DataError, match=r"cannot be sent to a loader worker .*by forkserver"):
             next(loader.batches(DataLoader(dataset, 4, **options)))

@@ -109,6 +109,7 @@ def test_without_a_launcher_too(how, training):
     [
         ("frozen", "1.weight: float32 (256, 784), rank 0 float32 (256, 784), trained"),
         ("batches", "training data: "),
+        ("answers", "test data: "),
         ("buffer", "queue: float32 (3,), rank 0 None"),
         ("code", "the class ConvNet with the hash: "),
     ],

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests import test_minimal
+from tests.layouts import distance, state, train
 from tests.processes import PRETENDED, ROOT, Training, error_line, run, succeed, summary, torchrun
 from tests.test_quickstart import copy  # noqa: F401  a fixture
-from tests.test_training import distance, state, train
 
 SHORT = ["--model", "mlp", "--max-steps", 30, "--batch-size", 48, "--warmup-epochs", 0]
 DDP = pytest.param("ddp", marks=pytest.mark.nccl)

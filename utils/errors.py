@@ -177,6 +177,11 @@ def before_end(function: Callable[[Exception], None] | None) -> None:
     _before_end = function
 
 
+def has_begun() -> bool:
+    """Return whether there is a run in this process whose end somebody wants to write."""
+    return _before_end is not None
+
+
 def call_before_end(error: Exception) -> None:
     """Call what ``before_end`` has registered, and forget it."""
     function = _before_end

@@ -4,13 +4,14 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
-from utils.errors import UserError, call_before_end, report, run_exit_handlers
+from utils.errors import UserError, call_before_end, has_begun, report, run_exit_handlers
 from utils.errors import before_end as before_end
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -104,10 +105,15 @@ def _watch(reader: int) -> None:
         number = os.read(reader, 1)[0]
         if number in STOP_SIGNALS:
             _note(number)  # the main thread may be unable to
+            is_child = multiprocessing.parent_process() is not None
+            if number == signal.SIGINT and not first and has_begun() and not is_child:
+                name = os.path.basename(sys.argv[0])
+                text = "stopping after this step; again: at once, unsaved"
+                print(f"{name}: {text}", file=sys.stderr, flush=True)
             first = first or time.monotonic()
             if number == signal.SIGINT and time.monotonic() - first > SAME_CTRL_C_SECONDS:
                 error = Interrupted("interrupted by a second Ctrl-C")
-                error.reported_elsewhere = multiprocessing.parent_process() is not None
+                error.reported_elsewhere = is_child
                 end_at_once(error)
 
 
