@@ -9,8 +9,7 @@ from contextlib import suppress
 import pytest
 import torch.distributed as dist
 
-from tests.processes import ROOT, STANDALONE, Training, finish, run, wait_until
-from tests.test_launch import error_lines
+from tests.processes import ROOT, STANDALONE, Training, error_lines, finish, run, wait_until
 from utils.cluster.job import LOST_IN_TRAINING, Job, LostRank, Report
 from utils.cluster.rendezvous import Peer, Peers
 

@@ -71,6 +71,14 @@ def test_no_import_hides_in_a_function():
         assert not hidden, f"{path}: {hidden}"
 
 
+def test_no_test_imports_another():
+    for path in (ROOT / "tests").glob("**/*.py"):
+        found = re.search(
+            r"^(from tests\.test_|from tests import .*test_).*", path.read_text(), re.M
+        )
+        assert not found, f"{path}: {found[0]}"
+
+
 def test_the_training_stands_in_the_scripts():
     """The other two differ from the baseline by what tests/test_diff.py asks for."""
     text = "\n".join(line for _, line in code_lines(SCRIPTS[0].read_text()))
