@@ -5,7 +5,7 @@ number of ranks on a node share a single copy of the images. Any other data set 
 sample by sample.
 """
 
-import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler, TensorDataset
 
 from utils.datasets import idx
-from utils.datasets.loader import ImageSet, SampleSet, loader_options, place
+from utils.datasets.loader import ImageSet, SampleSet, loader_options, place, to_device
 from utils.datasets.prepare import prepare
 from utils.datasets.sources import RAW_FILES, SOURCES
 from utils.errors import UsageError
@@ -26,13 +26,11 @@ __all__ = [
     "ImageSet",
     "SampleSet",
     "Transform",
+    "load",
     "load_dataset",
     "load_tensors",
     "loader_options",
-    "place",
 ]
-
-EVAL_BATCH_SIZE = 500  # fits a CPU's cache; the result does not depend on it
 
 
 def load_dataset(name: str, data_dir: str) -> tuple[Any, Any]:
@@ -56,18 +54,21 @@ def load_dataset(name: str, data_dir: str) -> tuple[Any, Any]:
     return ImageSet(images, labels.long()), ImageSet(test_images, test_labels.long())
 
 
-def load_tensors(name: str, data_dir: str) -> tuple[TensorDataset, TensorDataset]:
-    """Load both sets for a loop without a transform.
+def load(
+    name: str, data_dir: str, device: torch.device, on_device: bool | None = None
+) -> list[Any]:
+    """Load both sets as the scripts read them: an ``ImageSet``, or a ``SampleSet`` of any other.
 
-    Args and errors: those of ``load_dataset``.
+    Args:
+        name, data_dir: as for ``load_dataset``.
+        device: of this process.
+        on_device: whether to keep the sets there. None: if they are small, on CUDA.
 
-    Returns:
-        Two sets of samples (image, label): float [C, H, W] with mean 0 and variance 1, int64 [].
+    Raises:
+        DataError: as ``load_dataset``, or it returns anything else than two map-style data sets.
+        UsageError: the set to keep on the device is no ``ImageSet``.
     """
-    transform = Transform(torch.device("cpu"), name)
-    sets = load_dataset(name, data_dir)
-    train_set, test_set = (TensorDataset(*transform(each.images, each.labels)) for each in sets)
-    return train_set, test_set
+    return place(load_dataset(name, data_dir), device, on_device)
 
 
 class EpochSampler(DistributedSampler):
@@ -77,7 +78,10 @@ class EpochSampler(DistributedSampler):
     nor a short batch, and every replica has the same number of them. Taken in turn
     (``rank::num_replicas``), the k-th batches of all replicas together are the k-th global batch,
     whatever the number of replicas. ``DistributedSampler`` itself can start only at 0, pads (or
-    drops) by single samples, and cuts by replica, not by batch.
+    drops) by single samples, and cuts by replica, not by batch. ``ElasticDistributedSampler``, in
+    torch/distributed/elastic/utils/data/elastic_distributed_sampler.py, can start elsewhere. But it
+    leaves out the first samples of the *data set*, not of the epoch's order. So it would repeat
+    some samples of the epoch and never reach others.
 
     Args:
         dataset: the training set, N samples.
@@ -103,31 +107,30 @@ class EpochSampler(DistributedSampler):
     ) -> None:
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, seed=seed)
         self.global_batch_size = global_batch_size
-        self.start = 0
+        self.start = 0  # samples of the epoch that all replicas together have seen: Run sets it
         self.weights = None if weights is None else torch.as_tensor(weights, dtype=torch.float64)
         if self.weights is not None and self.weights.shape != (len(dataset),):
             raise UsageError(f"{len(self.weights)} weights for {len(dataset)} samples")
-
-    def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Choose the epoch, and how many of its samples all replicas together have seen."""
-        super().set_epoch(epoch)
-        self.start = start
 
     def __len__(self) -> int:
         steps = (len(self.dataset) - self.start) // self.global_batch_size  # type: ignore[arg-type]
         return steps * self.global_batch_size // self.num_replicas
 
     def __iter__(self) -> Iterator[Any]:
+        """Yield indices, or pairs (index, position in the training) for a ``SampleSet``."""
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         count = len(self.dataset)  # type: ignore[arg-type]
         if self.weights is None:
             order = torch.randperm(count, generator=generator)
         else:
             order = torch.multinomial(self.weights, count, replacement=True, generator=generator)
-        if isinstance(self.dataset, SampleSet):  # which seeds each sample by its place
-            order += count * (self.epoch * count + torch.arange(count))
         end = self.start + len(self) * self.num_replicas
-        return iter(order[self.start : end][self.rank :: self.num_replicas].tolist())
+        indices = order[self.start : end][self.rank :: self.num_replicas].tolist()
+        if not isinstance(self.dataset, SampleSet):
+            return iter(indices)
+        # A SampleSet seeds each sample by its position, which counts the samples of all replicas.
+        first = self.epoch * count + self.start + self.rank
+        return zip(indices, itertools.count(first, self.num_replicas))
 
 
 class Transform:
@@ -152,13 +155,20 @@ class Transform:
         self.grey_scale = None if self.scale.ndim else float(self.scale)
         self.augment = augment
 
-    def __call__(
-        self, images: Tensor, labels: Tensor, train: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Turn images uint8 [B, H, W] or [B, C, H, W] into floats [B, C, H, W], normalised.
+    def __call__(self, batch: Any, train: bool = False) -> tuple[Any, Any]:
+        """Return what the model takes of a batch, and what the loss compares it with.
 
-        Images of another dtype are taken as they are.
+        Args:
+            batch: as the loader yields it. Of a pair (images, labels), images uint8 [B, H, W] or
+                [B, C, H, W] become floats [B, C, H, W], normalised, and images of another dtype are
+                taken as they are. Any other batch, such as a dict of tensors, goes to the model and
+                to the loss as a whole.
+            train: whether to shift the images.
         """
+        if not isinstance(batch, list | tuple) or len(batch) != 2:
+            batch = to_device(batch, self.device)
+            return batch, batch
+        images, labels = batch
         # On mps a copy that does not block may read memory that has been freed meanwhile.
         copy: Any = {"device": self.device, "non_blocking": self.device.type == "cuda"}
         images, labels = images.to(**copy), labels.to(**copy)
@@ -184,20 +194,23 @@ def random_shift(images: Tensor, margin: int) -> Tensor:
     All channels of an image move alike, and uncovered pixels become 0. The shifts are drawn from
     the default generator of the images' device.
     """
-    padded = F.pad(images, (margin,) * 4).contiguous()  # also where channels came last
-    # A shifted image is one contiguous piece of the padded image, with padding between its rows. So
-    # each image takes one copy, which needs a third of the time of indexing pixel by pixel.
-    step, *inner = padded.stride()
-    pitch = inner[-2]
-    size = step - 2 * margin * (pitch + 1)
-    starts = _piece_starts(len(images), step, pitch, margin, images.device)
-    places = torch.randint(starts.shape[1], (len(images), 1), device=images.device)
-    pieces = padded.flatten().unfold(0, size, 1).index_select(0, starts.gather(1, places)[:, 0])
-    return pieces.as_strided(images.shape, (size, *inner))
+    height, width = images.shape[-2:]
+    # A view of each padded image at each of its shifts, [B, (C,) shifts, shifts, H, W].
+    windows = F.pad(images, (margin,) * 4).unfold(-2, height, 1).unfold(-2, width, 1)
+    each = torch.arange(len(images), device=images.device)
+    down, right = torch.randint(2 * margin + 1, (2, len(images)), device=images.device)
+    return windows[each, ..., down, right, :, :]
 
 
-@functools.lru_cache(maxsize=4)
-def _piece_starts(count: int, step: int, pitch: int, margin: int, device: torch.device) -> Tensor:
-    """Return where the piece of each shift, row by row, starts in each padded image [B, shifts]."""
-    images, way = torch.arange(0, count * step, step), torch.arange(2 * margin + 1)
-    return (images[:, None, None] + way[:, None] * pitch + way).flatten(1).to(device)
+def load_tensors(name: str, data_dir: str) -> tuple[TensorDataset, TensorDataset]:
+    """Load both sets for a loop without a transform.
+
+    Args and errors: those of ``load_dataset``.
+
+    Returns:
+        Two sets of samples (image, label): float [C, H, W] with mean 0 and variance 1, int64 [].
+    """
+    transform = Transform(torch.device("cpu"), name)
+    sets = load_dataset(name, data_dir)
+    train_set, test_set = (TensorDataset(*transform((each.images, each.labels))) for each in sets)
+    return train_set, test_set

@@ -4,7 +4,6 @@ To train your own, import it here and add a line to ``MODELS``. For another task
 classification, change ``loss_and_counts``.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from utils.errors import UsageError, describe
+from utils.weights import load_weights
 
 
 class ConvNet(nn.Module):
@@ -97,14 +97,24 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def build_model(name: str) -> nn.Module:
-    """Build the model that ``MODELS`` has under ``name``. Its weights come from the seed.
+def build_model(name: str, init_weights: str | None = None) -> nn.Module:
+    """Build the model that ``MODELS`` has under ``name``.
+
+    Args:
+        init_weights: a file of weights to begin with. Without one they come from the seed.
 
     Raises:
         UsageError: a package that the model needs cannot be imported.
+        CheckpointError: the file cannot be read, or nothing in it fits.
     """
+    model = MODELS[name]()
+    if init_weights:
+        load_weights(model, init_weights)
     # In this order of memory convolutions are a fifth faster on a CPU, and more with tensor cores.
-    return MODELS[name]().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+IGNORED = -100  # the label of a sample that counts nowhere, as PyTorch's losses have it
 
 
 def loss_and_counts(
@@ -115,6 +125,10 @@ def loss_and_counts(
     A line here adds a metric to all three scripts: its sum over all samples and ranks, divided by
     their number, stands in the console, metrics.jsonl, TensorBoard and summary.json.
 
+    Samples with the label ``IGNORED`` count nowhere. The loss is the mean over those that count, or
+    0 if there are none. DDP averages the gradients of these means over the ranks, also where one
+    rank counted fewer samples than another.
+
     Args:
         outputs: of the model, logits [B, C].
         targets: of the data set, class numbers int64 [B], on any device.
@@ -122,7 +136,8 @@ def loss_and_counts(
 
     Returns:
         The loss, float [], and the counts by name: ``count``, over how many samples the loss is a
-        mean, and any number of tensors, [B] or their sum []. ``correct`` is reported as accuracy.
+        mean (a number, or a tensor [], for which nobody waits), and any number of tensors, [B] or
+        their sum []. ``correct`` is reported as accuracy.
 
     Raises:
         UsageError: targets of another kind. The loss would not fail, but mean nothing.
@@ -133,15 +148,11 @@ def loss_and_counts(
             " numbers, torch.int64 [B]: convert them, or change loss_and_counts in models.py"
         )
     targets = targets.to(outputs.device)  # on which DataParallel gathers its outputs
-    goal = targets
-    if label_smoothing:  # as probabilities: F.cross_entropy's own takes twice the operations
-        goal = _smooth_targets(outputs.shape[1], label_smoothing, outputs.device)[targets]
-    loss = F.cross_entropy(outputs, goal)
-    correct = outputs.detach().argmax(1) == targets
-    return loss, {"count": len(targets), "correct": correct}
-
-
-@functools.cache
-def _smooth_targets(classes: int, smoothing: float, device: torch.device) -> Tensor:
-    """Return the probabilities that label smoothing gives the classes, for each class [C, C]."""
-    return torch.eye(classes, device=device) * (1 - smoothing) + smoothing / classes
+    count = (targets != IGNORED).sum()
+    # PyTorch's own mean of a batch without any sample that counts is 0 / 0.
+    total = F.cross_entropy(
+        outputs, targets, ignore_index=IGNORED, label_smoothing=label_smoothing, reduction="sum"
+    )
+    loss = total / count.clamp(min=1)
+    correct = outputs.detach().argmax(1) == targets  # never so for an ignored one
+    return loss, {"count": count, "correct": correct}

@@ -1,4 +1,4 @@
-"""Train MNIST with DistributedDataParallel: one process for each device, on any number of nodes.
+"""Train MNIST with DistributedDataParallel: one process for each device, on any number of machines.
 
     torchrun --standalone --nproc_per_node 2 train_ddp.py
     python train_ddp.py --nprocs 2
@@ -17,7 +17,10 @@ import os
 import sys
 from datetime import timedelta
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # or python -P finds no utils
+# DDP: gradients travel while the backward computes. The class for NCCL that torch 2.15 takes by
+# default makes the backward wait for them, and 0 chooses the class before it. Remove this line when
+# a later torch has changed that. A value that is set already stays.
+os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
 
 import utils.early  # noqa: F401  first, since torch reads these settings when it is imported
 
@@ -29,40 +32,34 @@ from torch.utils.data import DataLoader
 
 import data
 import models
-from utils import optim, output, signals
+from utils import optim
 from utils.cluster.launch import launch
-from utils.device import Precision, select_devices, setup_device, setup_seed
-from utils.training import config, first_pass
+from utils.device import setup_device
+from utils.training import config
 from utils.training.evaluation import evaluate
-from utils.training.first_pass import check_fits
+from utils.training.first_pass import first_pass
 from utils.training.run import Run
-from utils.weights import load_weights
 
 
 # DDP: every process calls this function. Before that, `launch` below has made sure that no process
-# is missing, and has set RANK, WORLD_SIZE and LOCAL_RANK. All processes together are one job.
-def train(args: argparse.Namespace, job) -> int:
+# is missing, and has set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+def train(args: argparse.Namespace) -> int:
     """Train with the flags ``args``, and return the exit status."""
-    sets = data.load_dataset(args.dataset, args.data_dir)
     # DDP: the processes are numbered: RANK counts over all machines, LOCAL_RANK on this machine.
     # Each process takes a device of its own, or the only device that it can see.
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    devices = select_devices(args.device, args.devices)
-    device = devices[int(os.environ["LOCAL_RANK"]) % len(devices)]
-    setup_device(device, args.threads)
-    setup_seed(args.seed, args.deterministic)
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = setup_device(args.device, args.devices, args.threads, args.deterministic, local_rank)
+    torch.manual_seed(args.seed)
+    train_set, test_set = data.load(args.dataset, args.data_dir, device, args.data_on_device)
     # DDP: the backend connects the processes, NCCL between GPUs and gloo between CPUs. From here on
     # they can call collectives. All of them have to make the same calls, in the same order.
     dist.init_process_group(
-        backend=job.backend,
-        store=job.rendezvous(),
-        rank=rank,
-        world_size=world_size,
+        backend=args.backend,
         timeout=timedelta(seconds=args.timeout),
-        device_id=device if "nccl" in job.backend else None,
+        device_id=device if "nccl" in args.backend else None,
     )
 
-    train_set, test_set = data.place(sets, device, args.data_on_device, args.num_workers, args.seed)
     # DDP: --batch-size is the share of each process. A step uses the batches of all processes, and
     # the learning rate below follows the size of that global batch.
     global_batch_size = args.batch_size * args.grad_accum_steps * world_size
@@ -72,18 +69,13 @@ def train(args: argparse.Namespace, job) -> int:
     options = data.loader_options(test_set, args.num_workers, device)
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, **options)
     # DDP: each rank takes an unpadded share of the test set, so every sample counts exactly once.
-    test_loader = DataLoader(
-        test_set, data.EVAL_BATCH_SIZE, sampler=range(rank, len(test_set), world_size), **options
-    )
+    share = range(rank, len(test_set), world_size)
+    test_loader = DataLoader(test_set, args.eval_batch_size, sampler=share, **options)
     transform = data.Transform(device, args.dataset, args.augment)
 
-    raw_model = models.build_model(args.model).to(device)
-    if args.init_weights:
-        load_weights(raw_model, args.init_weights)
+    raw_model = models.build_model(args.model, args.init_weights).to(device)
     if args.compile:
         raw_model.compile()
-    precision = Precision(device, args.amp)
-    check_fits(raw_model, transform, train_set, test_set)
     # DDP: with SyncBN, batch normalisation takes its statistics from the global batch. Without it,
     # each rank normalises by its own batch.
     if args.sync_bn:
@@ -98,32 +90,40 @@ def train(args: argparse.Namespace, job) -> int:
     )
     # DDP: only evaluations read running statistics, so the broadcast before them is enough. If
     # forwards in training read buffers (a codebook, a queue), remove this line. Then DDP broadcasts
-    # rank 0's buffers before each forward.
+    # rank 0's buffers before each forward. It is an attribute, since the deprecated argument would
+    # also leave out the broadcast at the start.
     model.broadcast_buffers = False
-    # DDP: after its first backward DDP groups the gradients into new buckets. Sums over three or
-    # more ranks then differ in the last bit. So one backward that changes nothing comes first, and
-    # a resumed run computes the same sums as an uninterrupted one.
-    first_pass.warm_up(model, train_loader, transform, precision)
+    dtype = torch.float16 if args.amp == "fp16" else torch.bfloat16
+    autocast = torch.autocast(device.type, dtype, enabled=args.amp != "off")
+    # DDP: this is also a first backward, after which DDP groups the gradients into its final
+    # buckets. So a resumed run computes the same sums, to the last bit, as an uninterrupted one.
+    first_pass(model, train_loader, test_loader, transform, autocast)
 
-    lr = optim.scale_lr(args.lr, args.lr_scaling, global_batch_size, config.DEFAULT_BATCH_SIZE)
-    optimizer = optim.build_optimizer(raw_model, lr, args.momentum, args.weight_decay)
+    lr = optim.scale_lr(args.lr, args.lr_scaling, global_batch_size)
+    optimizer = torch.optim.SGD(
+        raw_model.parameters(),
+        lr=lr,
+        momentum=args.momentum,
+        weight_decay=args.weight_decay,
+        nesterov=args.momentum > 0,
+        fused=True,  # one kernel for all parameters
+    )
     schedule = optim.Schedule(optimizer, len(train_set), args.epochs, args.warmup_epochs)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
 
     # DDP: rank 0 alone writes the folder, checkpoints and logs. All ranks load what rank 0 reads.
-    # The ranks draw different random numbers, since Run seeds each step by --seed and the rank. If
-    # ranks are lost, the job names them.
-    with Run(args, device, sampler, raw_model, optimizer, scaler, rank, job) as run:
-        while not run.progress.is_finished:
-            sampler.set_epoch(run.progress.epoch, run.progress.epoch_samples)
+    # The ranks draw different random numbers, since Run seeds each step by --seed and the rank.
+    with Run(args, device, sampler, raw_model, optimizer, scaler, rank=rank) as run:
+        for epoch in run.epochs():  # from where a resume goes on
+            sampler.set_epoch(epoch)
             model.train()
-            for micro_step, (images, targets) in enumerate(run.batches(train_loader), start=1):
+            for micro_step, batch in enumerate(run.batches(train_loader), start=1):
                 is_last = micro_step % args.grad_accum_steps == 0
                 # DDP: with accumulation, only the last backward of a step averages gradients. The
                 # context model.no_sync() sets the same attribute.
                 model.require_backward_grad_sync = is_last
-                images, targets = transform(images, targets, train=True)
-                with precision.autocast():
+                images, targets = transform(batch, train=True)
+                with autocast:
                     # DDP: each rank computes its own batch, with its own copy of the model.
                     outputs = model(images)
                     loss, counted = models.loss_and_counts(outputs, targets, args.label_smoothing)
@@ -135,18 +135,18 @@ def train(args: argparse.Namespace, job) -> int:
                     if args.max_grad_norm:
                         scaler.unscale_(optimizer)  # or the norm would be that of scaled gradients
                         nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-                    schedule.set(run.progress.samples_seen)
+                    schedule.set(run.samples_seen)
                     scaler.step(optimizer)
                     scaler.update()
                     optimizer.zero_grad()
                     run.end_step()
-            if run.signal:
-                break
             # DDP: each rank evaluates the model that rank 0 saves, with rank 0's running
-            # statistics.
-            for buffer in raw_model.buffers():
+            # statistics. NCCL sends contiguous memory only.
+            for each in raw_model.buffers():
+                buffer = each.contiguous()
                 dist.broadcast(buffer, src=0)
-            test = evaluate(raw_model, test_loader, transform, precision)
+                each.copy_(buffer)
+            test = evaluate(raw_model, test_loader, transform, autocast)
             # DDP: each rank has counted its own samples. Their sums are added up over the ranks, in
             # place and on the CPU, before anything is divided.
             for metrics in (run.metrics, test):
@@ -160,8 +160,6 @@ def train(args: argparse.Namespace, job) -> int:
 
 def main() -> int:
     """Parse the command line, train, and return the exit status."""
-    output.protect()
-    signals.install_handlers()
     args = config.parse_args(__file__, __doc__)
     # DDP: `launch` finds out how this process was started, meets the others, and calls `train`.
     return launch(train, args)

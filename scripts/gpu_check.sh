@@ -210,7 +210,7 @@ run_tests() {
     fi
     [[ -n $(lacks xdist) ]] || workers=(--numprocesses 4 --dist worksteal)
     mapfile -t files < <(grep -lE 'mark\.(gpu|nccl)' tests/test_*.py)
-    show env "${@:2}" "$PYTHON" -m pytest "${workers[@]}" -m "$1" --all "${files[@]}"
+    show env "${@:2}" "$PYTHON" -m pytest "${workers[@]}" -m "$1" "${files[@]}"
 }
 
 part_tests() { run_tests gpu; }

@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import utils.early  # noqa: F401
 
+from utils.cluster.addresses import Address
 from utils.cluster.job import Job
-from utils.cluster.meeting import Meeting, Member, meet
-from utils.cluster.places import Address
+from utils.cluster.rendezvous import Peer, Peers, meet
 
 RANKS_PER_HOST = 8
 LIMIT_SECONDS = 60.0  # for all ranks to answer
@@ -72,7 +72,7 @@ def meet_all(size, ranks, seconds):
         place = Address("127.0.0.1", listener.getsockname()[1])
 
     def arrive(rank):
-        own = Member(rank, {"model": "convnet"}, f"host{rank // RANKS_PER_HOST}")
+        own = Peer(rank, {"model": "convnet"}, f"host{rank // RANKS_PER_HOST}")
         return meet(place, own, size, seconds)
 
     return in_threads(arrive, ranks)
@@ -83,7 +83,7 @@ def simulate(size):
     lost = size - 2
     others = [rank for rank in range(size) if rank != lost]
     meetings, seconds = meet_all(size, range(size), LIMIT_SECONDS)
-    met = sum(isinstance(meeting, Meeting) for meeting in meetings)
+    met = sum(isinstance(peers, Peers) for peers in meetings)
     facts = {"met": met, "meeting_s": seconds, "meeting_MB": traffic()}
 
     jobs = [Job(meetings[rank], LIMIT_SECONDS) for rank in others]

@@ -22,18 +22,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils._pytree import tree_flatten
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 import data
 import models
-from tests.processes import ROOT, Training, error_line, finish, run, script, start, wait_until
-from utils import signals
+from tests.processes import (
+    ROOT,
+    Training,
+    error_line,
+    finish,
+    fork,
+    run,
+    script,
+    start,
+    wait_until,
+)
 from utils.datasets import fetch, idx, loader, prepare, sources
 from utils.datasets.digits import draw_digits
 from utils.datasets.sources import DataError
-from utils.errors import UserError, explain, guard
+from utils.errors import UserError, end_workers, explain
 from utils.files import lock_file
-from utils.training.first_pass import check_fits
+from utils.training.first_pass import first_pass
 
 CPU = torch.device("cpu")
 PREPARE = (sys.executable, ROOT / "scripts/tools/prepare_data.py")
@@ -87,18 +104,6 @@ def test_a_folder_that_cannot_be_written_ends_in_one_line(tmp_path):
     [lock] = [path for path in tmp_path.rglob("*") if path.is_file()]
     line = error_line(run(*PREPARE, "synthetic", "--data-dir", lock))
     assert ".lock/Synthetic/raw (Not a directory): pass another --data-dir" in line
-
-
-def fork(function):
-    """Start a process that does one thing as a script would: with stop signals, and one line."""
-
-    def script_like():
-        signals.install_handlers()
-        sys.exit(guard(lambda: [function(), 0][1]))
-
-    process = multiprocessing.get_context("fork").Process(target=script_like)
-    process.start()
-    return process
 
 
 def test_waiting_for_the_data_is_bounded_names_for_whom_and_hears_a_stop(tmp_path, monkeypatch):
@@ -240,7 +245,8 @@ def seen(count, size, world, start=0, epoch=0):
     dataset, per_rank = Set(count), []
     for rank in range(world):
         sampler = data.EpochSampler(dataset, size * world, world, rank, seed=3)
-        sampler.set_epoch(epoch, start)
+        sampler.set_epoch(epoch)
+        sampler.start = start
         batches = DataLoader(dataset, size, sampler=sampler, collate_fn=loader.collate)
         per_rank.append([labels.tolist() for _, labels in batches])
         assert [len(batch) for batch in per_rank[-1]] == [size] * (len(sampler) // size)
@@ -273,7 +279,8 @@ def test_weights_are_drawn_with_replacement_and_shared_out():
         arguments = (Set(90), size * world, world)
         ranks = [data.EpochSampler(*arguments, rank, 3, weights) for rank in range(world)]
         for sampler in ranks:
-            sampler.set_epoch(1, start=18)
+            sampler.set_epoch(1)
+            sampler.start = 18
         orders.append(list(itertools.chain(*zip(*ranks, strict=True))))
     assert orders[0] == orders[1] == orders[2]
     never, seldom, often = torch.tensor(orders[0]).remainder(3).bincount(minlength=3)
@@ -294,8 +301,8 @@ def test_loader_workers_and_a_resident_set_give_the_same_batches(python_3_14):
     dataset = Set(50)
     plain = [labels.tolist() for labels in dataset.labels.split(7)]
     for each, workers in ((dataset, 2), (dataset, 0), (dataset.to(CPU), 0)):
-        loader = DataLoader(each, 7, **data.loader_options(each, workers, CPU))
-        assert [labels.tolist() for _, labels in loader] == plain
+        batches = loader.batches(DataLoader(each, 7, **data.loader_options(each, workers, CPU)))
+        assert [labels.tolist() for _, labels in batches] == plain
     empty = DataLoader(dataset, 7, sampler=range(2, 2, 3), **data.loader_options(dataset, 0, CPU))
     assert list(empty) == [], "a share of nothing"
 
@@ -317,7 +324,7 @@ def test_a_small_dev_shm_ends_in_one_line(synthetic_dir, tmp_path):
 
 def same(first, second):
     """Return whether two sets pass for the same, as the ranks compare them."""
-    texts = [loader.fingerprint(each) for each in data.place([first, second], CPU, None, 0, 0)]
+    texts = [loader.fingerprint(each) for each in loader.place([first, second], CPU, None)]
     return texts[0] == texts[1]
 
 
@@ -365,11 +372,13 @@ def test_random_transforms_are_no_difference_between_ranks():
 def test_random_transforms_are_the_same_with_any_ranks_and_workers():
     """And from any position of the epoch on; another epoch draws others."""
 
-    def drawn(world, workers, epoch=0, start=0):
-        found, dataset = {}, data.place([Noisy()] * 2, CPU, None, workers, 7)[0]
+    def drawn(world, workers, epoch=0, start=0, seed=7):
+        torch.manual_seed(seed)
+        found, dataset = {}, loader.place([Noisy()] * 2, CPU, None)[0]
         for rank in range(world):
             sampler = data.EpochSampler(dataset, 4 * world, world, rank, seed=3)
-            sampler.set_epoch(epoch, start)
+            sampler.set_epoch(epoch)
+            sampler.start = start
             options = data.loader_options(dataset, workers, CPU)
             for images, labels in DataLoader(dataset, 4, sampler=sampler, **options):
                 assert torch.equal(images[:, 0].long() % 4, labels)
@@ -380,7 +389,8 @@ def test_random_transforms_are_the_same_with_any_ranks_and_workers():
     assert len(whole) == 40
     assert drawn(2, 2) == drawn(1, 2) == whole
     assert drawn(1, 0, start=20).items() < whole.items()
-    assert not drawn(1, 0, epoch=1).items() & whole.items()
+    for other in ({"epoch": 1}, {"seed": 8}):
+        assert not drawn(1, 0, **other).items() & whole.items()
 
 
 def test_transform_normalises_each_channel(monkeypatch):
@@ -388,13 +398,13 @@ def test_transform_normalises_each_channel(monkeypatch):
     images, labels = torch.randint(256, (8, 3, 32, 40), dtype=torch.uint8), torch.rand(8)
     monkeypatch.setitem(sources.SOURCES, "mine", sources.Source("Mine", mean, std))
     transform = data.Transform(CPU, "mine", augment=True)
-    pixels, targets = transform(images, labels)
+    pixels, targets = transform((images, labels))
     for channel in range(3):
         expected = (images[:, channel] / 255 - mean[channel]) / std[channel]
         torch.testing.assert_close(pixels[:, channel], expected)
     assert torch.equal(targets, labels), "the numbers of a regression"
-    assert not torch.equal(transform(images, labels, train=True)[0], pixels), "no shift"
-    already, numbers = transform(pixels, labels.double(), train=True)
+    assert not torch.equal(transform((images, labels), train=True)[0], pixels), "no shift"
+    already, numbers = transform((pixels, labels.double()), train=True)
     assert already is pixels, "floats have been transformed"
     assert numbers.dtype == torch.float32, "Python's numbers become float64"
 
@@ -404,10 +414,10 @@ def test_random_shift_is_a_crop_of_the_padded_image(shape):
     for count in (40, 7):
         images = torch.randint(256, (count, *shape), dtype=torch.uint8)
         torch.manual_seed(0)
-        padded, places = F.pad(images, (2,) * 4), torch.randint(25, (count,)).tolist()
+        padded, places = F.pad(images, (2,) * 4), torch.randint(5, (2, count)).T.tolist()
         crops = [
-            image[..., place // 5 : place // 5 + 4, place % 5 : place % 5 + 6]
-            for image, place in zip(padded, places, strict=True)
+            image[..., down : down + 4, right : right + 6]
+            for image, (down, right) in zip(padded, places, strict=True)
         ]
         for order in (torch.contiguous_format, *[torch.channels_last] * (images.ndim == 4)):
             torch.manual_seed(0)
@@ -429,9 +439,12 @@ OWN = [
     (None, [data.ImageSet(torch.zeros(3), torch.zeros(3))], "returned ImageSet: return two map"),
     (None, (Noisy(), (1, 2)), "returned Noisy, tuple: return two"),
     (None, (Stream(), Noisy()), "returned Stream, Noisy: .*docs/recipes.md"),
-    (None, (Pictures(), Noisy()), "make no batch .*PIL.* return pairs"),
-    (None, (TensorDataset(torch.zeros(3, 2)), Noisy()), "make no batch .*return pairs"),
+    (None, (Noisy(), Noisy(count=0)), "or the test set is empty"),
+    (None, (Pictures(), Noisy()), "make no batch .*PIL.* give the data set a collate_fn"),
+    (None, (TensorDataset(torch.zeros(3, 2)), Noisy()), "cannot take the images of --dataset"),
     (nn.Linear(3, 4), (Noisy(), Noisy()), r"cannot take the images of --dataset, \[4\]"),
+    (nn.Bilinear(4, 4, 4), (Noisy(), Noisy()), "cannot take the images .*missing 1 required"),
+    (nn.Linear(4, 4).requires_grad_(False), (Noisy(), Noisy()), "no parameter to train"),
     (nn.Linear(4, 3), (Noisy(), Noisy()), "has the class 3, and --model 3 logits"),
     (
         nn.Sequential(nn.Flatten(), nn.Linear(16, 3)),
@@ -447,18 +460,29 @@ OWN = [
 ]
 
 
+def try_first(model, train_set, test_set, transform=None):
+    """Call ``first_pass`` as the scripts do, with batches of 2."""
+    sampler = data.EpochSampler(train_set, 2)
+    loaders = [
+        DataLoader(train_set, 2, sampler=sampler, collate_fn=loader.collate),
+        DataLoader(test_set, 2, collate_fn=loader.collate),
+    ]
+    autocast = torch.autocast("cpu", enabled=False)
+    first_pass(model, *loaders, transform or data.Transform(CPU, "mnist"), autocast)
+
+
 @pytest.mark.parametrize(("model", "sets", "words"), OWN)
 def test_what_does_not_fit_is_one_line_before_the_first_step(model, sets, words):
     transform = data.Transform(CPU, "mnist")
     with pytest.raises(UserError, match=words):
-        check_fits(model or nn.Linear(4, 4), transform, *data.place(sets, CPU, None, 0, 0))
+        try_first(model or nn.Linear(4, 4), *loader.place(sets, CPU, None), transform)
 
 
 def test_other_mistakes_are_one_line(monkeypatch):
     monkeypatch.setitem(models.MODELS, "lazy", lambda: nn.LazyLinear(10))
     for words, call in {
         "3 weights for 90 samples": lambda: data.EpochSampler(Set(90), 6, weights=[1, 2, 3]),
-        "--data-on-device needs the tensors": lambda: data.place([Noisy()] * 2, CPU, True, 0, 0),
+        "--data-on-device needs the tensors": lambda: loader.place([Noisy()] * 2, CPU, True),
         "--model has a lazy layer": lambda: models.build_model("lazy"),
         "--batch-size is too small": lambda: nn.BatchNorm1d(3)(torch.zeros(1, 3)),
     }.items():
@@ -469,10 +493,168 @@ def test_other_mistakes_are_one_line(monkeypatch):
         assert re.search(words, str(explained))
 
 
+def test_the_first_pass_changes_nothing():
+    """Nor does it start loader workers, or move what a sampler draws."""
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4))
+    sets = loader.place([Noisy()] * 2, CPU, None)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    draws = []
+    for is_tried in (False, True):
+        torch.manual_seed(1)
+        np.random.seed(2)
+        random.seed(3)
+        if is_tried:
+            try_first(model, *sets)
+        draws.append((torch.rand(1).item(), np.random.rand(), random.random()))
+    assert draws[0] == draws[1]
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model.training
+
+
 def test_frozen_statistics_that_move_are_noted(capsys):
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
-    sets = data.place([Noisy()] * 2, CPU, None, 0, 0)
+    sets = loader.place([Noisy()] * 2, CPU, None)
     for frozen in (False, True):
         model[0].requires_grad_(not frozen)
-        check_fits(model, data.Transform(CPU, "mnist"), *sets)
+        try_first(model, *sets)
         assert ("of the frozen 0 still move" in capsys.readouterr().out) == frozen
+
+
+class Sentences:
+    """Dicts of sequences of different lengths, of a class that is no Dataset, as Hugging Face's."""
+
+    def __init__(self, offset=0):
+        self.offset = offset
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return {"ids": torch.full((index % 3 + 1,), index + self.offset), "text": str(index)}
+
+    def collate_fn(self, samples):
+        ids = nn.utils.rnn.pad_sequence([sample["ids"] for sample in samples], batch_first=True)
+        noise = torch.rand(len(samples)) + np.random.rand()
+        return {"ids": ids, "more": [noise, *(sample["text"] for sample in samples)]}
+
+
+class Triples(Sentences):
+    collate_fn = staticmethod(default_collate)
+
+    def __getitem__(self, index):
+        return torch.tensor([index]), index + self.offset, f"the text {index}"
+
+
+@pytest.mark.parametrize("kind", [Sentences, Triples])
+def test_samples_may_have_any_form(kind):
+    """With any workers; ranks with other samples are found; a batch goes to a device."""
+    torch.manual_seed(0)
+    whole, other, part = kind(), kind(offset=1), Subset(kind(), range(12))
+    [first, second] = loader.place([whole, part], CPU, None)
+    found = []
+    for each, workers in ((first, 0), (second, 0), (first, 2)):
+        options = data.loader_options(each, workers, CPU)
+        sampler = data.EpochSampler(each, 4)
+        found.append([*DataLoader(each, 4, sampler=sampler, **options)])
+    assert repr(found[0]) == repr(found[1]) == repr(found[2])
+    assert len(found[0]) == 3
+    [moved] = [loader.to_device(batch, torch.device("meta")) for batch in found[0][:1]]
+    tensors = [x for x in tree_flatten(moved)[0] if isinstance(x, torch.Tensor)]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert len(tensors) == 2
+    assert tree_flatten(moved)[1] == tree_flatten(found[0][0])[1], "of another form"
+    assert same(whole, kind())
+    assert not same(whole, other)
+
+
+class Stuck(Noisy):
+    """Waits in a sample that stands in ``at``, or ends the epoch there."""
+
+    at = -1
+
+    def __getitem__(self, index):
+        if index == self.at:
+            time.sleep(600)
+        if index == -self.at:
+            return next(iter(()))
+        return super().__getitem__(index)
+
+
+def loaded(at, workers):
+    dataset = Stuck()
+    dataset.at = at
+    [dataset, _] = loader.place([dataset] * 2, CPU, None)
+    return DataLoader(dataset, 4, **data.loader_options(dataset, workers, CPU))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_that_ends_early_is_an_error(workers):
+    assert len([*loader.batches(loaded(-99, workers))]) == 10
+    with pytest.raises(DataError, match="the data set Stuck ended after 2 of 10 batches: a StopI"):
+        list(loader.batches(loaded(-9, workers)))
+    end_workers()
+
+
+def test_a_batch_that_does_not_come_is_told_and_then_an_error(monkeypatch, capfd):
+    """By PyTorch's own words, since its error has no type: they may change."""
+    monkeypatch.setattr(loader, "BATCH_TIMEOUT", 0.1)
+    monkeypatch.setattr(loader, "FIRST_LINE", 0.3)
+    stuck = loader.batches(loaded(9, 1), timeout=1.0)
+    assert len([next(stuck), next(stuck)]) == 2
+    with pytest.raises(DataError, match=r"waited \d s .*py-spy dump --pid \d+; it wa") as caught:
+        next(stuck)
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith("rank 0 has waited 0 s for a batch of the data set Stuck: usually")
+    end_workers()  # before the loader in this traceback goes, which would wait for the stuck one
+    del caught
+
+
+class Locked(Noisy):
+    """Has what no other process can be given."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_set_that_cannot_be_sent_to_a_worker_is_one_line(python_3_14):
+    local = type("Local", (Noisy,), {"__qualname__": "function.<locals>.Local"})
+    for dataset in (Locked(), local()):
+        dataset = loader.place([dataset] * 2, CPU, None)[0]
+        options = data.loader_options(dataset, 1, CPU)
+        with pytest.raises(DataError, match=r"cannot be sent to a loader worker .*by forkserver"):
+            next(loader.batches(DataLoader(dataset, 4, **options)))
+
+
+# Starts workers by a method of choice, and says so once they have given a batch.
+WORKERS = """
+import multiprocessing, sys, time
+sys.path.insert(0, sys.argv[1])
+import torch, data
+from torch.utils.data import DataLoader
+from utils.datasets.loader import batches
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method(sys.argv[2])
+    dataset = data.ImageSet(torch.zeros(9, 2, 2).byte(), torch.zeros(9).long())
+    loader = DataLoader(dataset, 3, **data.loader_options(dataset, 2, torch.device("cpu")))
+    started = batches(loader)
+    next(started)
+    print("started", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    "method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
+)
+def test_a_training_that_is_killed_leaves_no_worker(method, tmp_path):
+    """However Python starts them; ``no_process_is_left`` looks."""
+    (tmp_path / "main.py").write_text(WORKERS)
+    process = start(sys.executable, tmp_path / "main.py", ROOT, method, real=True)
+    assert process.stdout.readline() == "started\n"
+    process.kill()
+    process.wait()

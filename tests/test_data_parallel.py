@@ -9,7 +9,7 @@ from torch import nn
 
 import models
 from utils import device
-from utils.data_parallel import CPUDataParallel, keep_autocast_dtype, place_replicas
+from utils.data_parallel import CPUDataParallel, keep_autocast_dtype, replica_devices
 from utils.errors import UsageError
 
 CPU = torch.device("cpu")
@@ -74,16 +74,16 @@ def test_grad_mode_and_the_dtype_of_autocast_reach_the_threads():
             found.append((outputs.dtype, torch.is_grad_enabled()))
             return outputs.float()
 
-    model, precision = Recording(4, 4).float(), device.Precision(CPU, "fp16")
+    model = Recording(4, 4).float()
     wrapped, inputs = CPUDataParallel(model, 2), torch.zeros(4, 4, dtype=torch.float32)
     with torch.no_grad():
         wrapped(inputs)
         assert found == [(torch.float32, False)] * 2
     for dtype in (torch.bfloat16, torch.float16):
-        with precision.autocast():
+        with torch.autocast("cpu", torch.float16):
             wrapped(inputs)
         assert found[-2:] == [(dtype, True)] * 2
-        keep_autocast_dtype(model, precision)
+        keep_autocast_dtype(model, "cpu", torch.float16)
 
 
 class Outputs(NamedTuple):
@@ -135,12 +135,12 @@ CUDA = [torch.device("cuda", index) for index in (0, 3)]
 def test_arguments_that_cannot_be_used(found, arguments, words, monkeypatch):
     monkeypatch.setattr(device, "select_devices", lambda kind, ids: list(found))
     with pytest.raises(UsageError, match=words):
-        place_replicas("auto", None, *arguments)
+        replica_devices("auto", None, *arguments)
 
 
 def test_without_a_gpu_there_are_two_replicas_or_as_many_as_asked_for():
-    assert place_replicas("cpu", None, None, None) == (CPU, [CPU] * 2)
-    assert place_replicas("cpu", None, 3, None) == (CPU, [CPU] * 3)
+    assert replica_devices("cpu", None, None, None) == [CPU] * 2
+    assert replica_devices("cpu", None, 3, None) == [CPU] * 3
     if not torch.accelerator.is_available():
         for arguments, words in (("auto", [0]), "there are 0 GPUs"), (("cuda",), "offers cpu only"):
             with pytest.raises(UsageError, match=words):

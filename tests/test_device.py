@@ -33,7 +33,7 @@ def test_whose_number_of_threads_counts(asked, variable, torchrun, threads, monk
     before = torch.get_num_threads()
     try:
         launch.share_cores(RankInfo("torchrun" if torchrun else "environment"), 4)
-        setup_device(CPU, asked)
+        setup_device("cpu", threads=asked)
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
@@ -41,10 +41,9 @@ def test_whose_number_of_threads_counts(asked, variable, torchrun, threads, monk
 
 FACTS = """
 import gc, os, torch
-from utils.device import import_dynamo, setup_seed, usable_cores
+from utils.device import setup_device, usable_cores
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
-import_dynamo()
-setup_seed(0, deterministic=True)
+setup_device("cpu", deterministic=True)
 print(usable_cores(), gc.isenabled(), torch.are_deterministic_algorithms_enabled())
 """
 

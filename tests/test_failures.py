@@ -9,14 +9,13 @@ from contextlib import suppress
 import pytest
 import torch.distributed as dist
 
-from tests.processes import ROOT, STANDALONE, Training, finish, run, wait_until
-from tests.test_launch import error_lines
-from utils.cluster.job import ADVICE, Job, LostRank
-from utils.cluster.meeting import Meeting, Member
+from tests.processes import ROOT, STANDALONE, Training, error_lines, finish, run, wait_until
+from utils.cluster.job import LOST_IN_TRAINING, Job, LostRank, Report
+from utils.cluster.rendezvous import Peer, Peers
 
 TIMEOUT = 20  # seconds; more than ranks on a busy machine are apart
 SOON = 200  # no measure: only a wait for what never comes takes longer
-UNKNOWN = ADVICE[True, True]
+UNKNOWN = LOST_IN_TRAINING
 SLOW = pytest.mark.slow
 LONG = ["--model", "mlp", "--max-steps", 400, "--save-every-steps", 2, "--no-tensorboard"]
 LONG += ["--timeout", TIMEOUT]
@@ -109,6 +108,7 @@ def test_without_a_launcher_too(how, training):
     [
         ("frozen", "1.weight: float32 (256, 784), rank 0 float32 (256, 784), trained"),
         ("batches", "training data: "),
+        ("answers", "test data: "),
         ("buffer", "queue: float32 (3,), rank 0 None"),
         ("code", "the class ConvNet with the hash: "),
     ],
@@ -204,11 +204,13 @@ def test_rank_0_does_not_write_the_results(how, training):
 def test_an_error_of_nccl_is_explained_once(monkeypatch):
     """It may be a plain RuntimeError."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    main = Member(0)
-    meeting = Meeting(Member(1), 2, main)
-    meeting.store.set("lost", json.dumps([[0], f"rank {main}", "", False]))
-    job = Job(meeting, 1.0)
-    lost = job.explain(RuntimeError("NCCL communicator was aborted on rank 1."), 3)
+    main = Peer(0)
+    peers = Peers(Peer(1), 2, main, store=dist.HashStore())
+    peers.store.set("report", json.dumps(vars(Report([0], f"rank {main}"))))
+    job = Job(peers, 1.0)
+    aborted = RuntimeError("NCCL communicator was aborted on rank 1.")
+    aborted.add_note("at step 3")
+    lost = job.explain(aborted)
     assert isinstance(lost, LostRank)
     assert lost.ranks == [0]
     assert "rank 1 lost rank 0 (" in str(lost)

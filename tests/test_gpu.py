@@ -11,7 +11,8 @@ import sys
 import pytest
 import torch
 
-from tests import test_minimal
+from tests import minimal
+from tests.layouts import distance, state, train
 from tests.processes import (
     PRETENDED,
     ROOT,
@@ -23,8 +24,6 @@ from tests.processes import (
     summary,
     torchrun,
 )
-from tests.test_quickstart import copy  # noqa: F401  a fixture
-from tests.test_training import distance, state, train
 
 SHORT = ["--model", "mlp", "--max-steps", 30, "--batch-size", 48, "--warmup-epochs", 0]
 DDP = pytest.param("ddp", marks=pytest.mark.nccl)
@@ -371,10 +370,10 @@ def test_two_processes_on_one_gpu_are_told_how_to_use_the_cpu(name, tmp_path):
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("name", test_minimal.SCRIPTS)
+@pytest.mark.parametrize("name", minimal.SCRIPTS)
 def test_a_minimal_script_takes_the_gpus(name, short_dir, tmp_path):
-    ended = test_minimal.train(name, 2, tmp_path, "--data-dir", short_dir, "--epochs", 2)
-    assert test_minimal.result(ended)[1] > 50
+    ended = minimal.train(name, 2, tmp_path, "--data-dir", short_dir, "--epochs", 2)
+    assert minimal.result(ended)[1] > 50
     assert b"cuda:0" in (tmp_path / "model.pt").read_bytes()
 
 
@@ -382,7 +381,7 @@ def test_a_minimal_script_takes_the_gpus(name, short_dir, tmp_path):
 @pytest.mark.parametrize(
     ("gpus", "rows"), [("0", ["single", "dp", "ddp", "single"]), ("0,1", ["single", "dp", "ddp"])]
 )
-def test_quickstart_compares_what_the_gpus_allow(gpus, rows, copy, synthetic_dir):  # noqa: F811
+def test_quickstart_compares_what_the_gpus_allow(gpus, rows, copy, synthetic_dir):
     words = ["--dataset", "synthetic", "--data-dir", synthetic_dir, "--model", "linear"]
     words += ["--max-steps", 30]
     quickstart = copy / "scripts" / "quickstart.sh"

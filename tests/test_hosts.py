@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import Training, finish, run, start, succeed, summary, wait_until
-from tests.test_launch import LAUNCH_TABLE, SHORT, error_lines, finish_all
+from tests.launches import LAUNCH_TABLE, SHORT, finish_all
+from tests.processes import Training, error_lines, finish, run, start, succeed, summary, wait_until
 
 # Root in a container may not make any.
 HAS_NAMESPACES = os.geteuid() == 0 and not os.system("unshare -n ip link >/dev/null 2>&1")
@@ -74,9 +74,9 @@ class Hosts:
             lines.append(f"{'127.0.1.1' if own_name else f'10.77.{node}.2'} node{node}")
         return "\n".join(lines) + "\n"
 
-    def launch(self, line, shared):
+    def launch(self, line):
         """Start a command on every host, with the variables of the launch table."""
-        known = {"HOST0": "10.77.0.2", "PORT": "29500", "SHARED": str(shared)}
+        known = {"HOST0": "10.77.0.2", "PORT": "29500"}
         processes = []
         for node, name in enumerate(self.names):
             inside = f"hostname node{node}; exec bash -c '{line}'"
@@ -129,13 +129,12 @@ def expected(synthetic_dir, tmp_path_factory):
     ("method", "count", "resolve"),
     [
         ("torchrun, static", 2, True),
-        ("no launcher, several nodes", 2, True),
-        ("script, several nodes", 2, True),
-        ("--init-method file://", 2, True),
+        ("variables by hand", 2, True),
+        ("script, several machines", 2, True),
         ("scripts/run_ssh.sh", 3, True),
         # Gloo would listen where the hostname resolves to, on which nobody else can reach it.
         ("variables by hand", 3, False),
-        ("script, several nodes", 3, False),
+        ("script, several machines", 3, False),
     ],
 )
 def test_hosts_reach_the_weights_of_one(
@@ -148,7 +147,7 @@ def test_hosts_reach_the_weights_of_one(
     else:
         command = LAUNCH_TABLE[method].replace("WORLD_SIZE=2", f"WORLD_SIZE={count}")
         command = command.replace("NNODES=2 ", f"NNODES={count} ")
-        started = network.launch(f"{command} {flags}", tmp_path)
+        started = network.launch(f"{command} {flags}")
     for ended in finish_all(started, 200):
         assert ended.returncode == 0, ended.text
     assert summary(tmp_path / "run")["weights_sha256"] == expected(count)
@@ -178,8 +177,8 @@ def test_run_ssh_leaves_nobody(killed, hosts, synthetic_dir, tmp_path):
 def test_a_host_is_cut_off_in_training(hosts, synthetic_dir, tmp_path):
     network = hosts(2)
     flags = f"{LONG} --data-dir {synthetic_dir} --run-dir {tmp_path}/run --timeout 20"
-    command = LAUNCH_TABLE["no launcher, several nodes"]
-    processes = network.launch(f"{command} {flags}", tmp_path)
+    command = LAUNCH_TABLE["variables by hand"]
+    processes = network.launch(f"{command} {flags}")
     wait_until((tmp_path / "run" / "metrics.jsonl").exists)
     succeed(run("ip", "-n", network.names[1], "link", "set", "eth0", "down"))
     for rank, process in enumerate(processes):
@@ -208,7 +207,7 @@ def test_the_doctor_finds_names_that_resolve_to_loopback(hosts, synthetic_dir, t
     command = LAUNCH_TABLE["variables by hand"].replace("train_ddp.py", "scripts/tools/doctor.py")
     flags = f"--dataset synthetic --data-dir {synthetic_dir} --threads 1"
     network = hosts(2, resolve=False)
-    ended = finish_all(network.launch(f"{command} {flags}", tmp_path), 120)
+    ended = finish_all(network.launch(f"{command} {flags}"), 120)
     assert [one.returncode for one in ended] == [0, 0], ended
     (found,) = [line for line in ended[0].stdout.splitlines() if line.startswith("hostnames")]
     assert "warning" in found

@@ -2,80 +2,35 @@
 
 import os
 import signal
-import socket
 
 import pytest
 import torch
 
-from tests.documents import rows, section
+from tests.launches import LAUNCH_TABLE, SHORT, finish_all, launch
 from tests.processes import (
     ALTERED,
-    ROOT,
     STANDALONE,
     error_line,
+    error_lines,
     finish,
     free_port,
     metrics,
     run,
     script,
-    shell_line,
     start,
     stray_processes,
     summary,
+    wait_for_port,
     wait_until,
 )
 from utils.cluster import rank_info
 from utils.cluster.launch import choose_backend
 from utils.cluster.rank_info import RankInfo
 from utils.errors import UsageError
-from utils.training import config
 
-SHORT = "--dataset synthetic --model linear --max-steps 20 --threads 1 --no-progress"
-
-
-# The commands by method. $HOST0 and $PORT are where rank 0 is, $NODE is the node's number, and
-# $SHARED a folder that all nodes see.
-TABLE = rows(section(ROOT / "docs" / "launching.md", "Every way to launch it").text)[1:]
-LAUNCH_TABLE = {method: code.strip("`") for method, code, _ in TABLE}
-assert len(LAUNCH_TABLE) == 19
 # Their tests are in test_clusters.py and test_hosts.py.
 ELSEWHERE = ("srun", "mpirun", "sbatch", "script, over ssh")
-SLOW = ("torchrun, elastic", "script, several nodes")
-
-
-def launch(command, flags, shared, literal=True, **extra):
-    """Start a command with flags at its end, once for each of its nodes, all on this host.
-
-    Args:
-        literal: by a shell; otherwise the same processes are forked.
-    """
-    known = {"HOST0": "127.0.0.1", "PORT": str(free_port()), "SHARED": str(shared)} | extra
-    processes = []
-    for node in range(2 if "$HOST0" in command or "$SHARED" in command else 1):
-        words, variables = ["bash", "-c", f"{command} {flags}"], known | {"NODE": str(node)}
-        if not literal:
-            words, variables = shell_line(words[-1], **variables)
-        processes.append(start(*words, **variables))
-    return processes
-
-
-def finish_all(processes, timeout):
-    return [finish(process, timeout) for process in processes]
-
-
-def error_lines(ended):
-    return [line for line in ended.text.splitlines() if ".py: error: " in line]
-
-
-@pytest.fixture(scope="module")
-def expected(synthetic_dir, tmp_path_factory):
-    """The weights that two processes reach, however they were started."""
-    folder = tmp_path_factory.mktemp("expected")
-    flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {folder}"
-    command = LAUNCH_TABLE["no launcher, one node"]
-    (ended,) = finish_all(launch(command, flags, folder, literal=False), 60)
-    assert ended.returncode == 0, ended.text
-    return summary(folder)["weights_sha256"]
+SLOW = ("torchrun, elastic", "script, several machines")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +45,7 @@ def test_every_way_reaches_the_same_weights(method, synthetic_dir, tmp_path, exp
     """A shell starts the launch scripts, and the same commands in test_hosts.py."""
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
     command = LAUNCH_TABLE[method]
-    for ended in finish_all(launch(command, flags, tmp_path, "scripts/" in command), 90):
+    for ended in finish_all(launch(command, flags, "scripts/" in command), 90):
         assert ended.returncode == 0, ended.text
         assert "resource_tracker" not in ended.stderr, "a semaphore was left"
     found = summary(tmp_path / "run")
@@ -129,6 +84,13 @@ def test_an_elastic_job_grows_and_shrinks(synthetic_dir, tmp_path):
 
 SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "1"}
 SLURM |= {"SLURM_STEP_NUM_TASKS": "4", "MASTER_PORT": "7"}
+PMI = {"PMI_RANK": "1", "PMI_SIZE": "4"}
+HYDRA = PMI | {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}  # MPICH and Intel MPI
+
+
+def open_mpi(prefix, rank, size, local_rank, local_size):
+    numbers = {"RANK": rank, "SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_SIZE": local_size}
+    return {f"{prefix}_COMM_WORLD_{name}": number for name, number in numbers.items()}
 
 
 @pytest.mark.parametrize(
@@ -149,6 +111,27 @@ SLURM |= {"SLURM_STEP_NUM_TASKS": "4", "MASTER_PORT": "7"}
             SLURM | {"SLURM_STEP_NODELIST": "node7,node8"},
             RankInfo("slurm", 3, 4, 1, None, "node7", 7),
         ),
+        # The batch script itself, in which no step has started.
+        ({name: value for name, value in SLURM.items() if "STEP" not in name}, RankInfo("alone")),
+        (open_mpi("OMPI", "3", "4", "1", "2"), RankInfo("mpirun", 3, 4, 1, 2)),
+        # Started through srun, whose variables number the machines.
+        (
+            SLURM | open_mpi("OMPI", "0", "8", "0", "2"),
+            RankInfo("mpirun", 0, 8, 0, 2, master_port=7),
+        ),
+        (SLURM | HYDRA, RankInfo("mpich", 1, 4, 0, 2, master_port=7)),
+        # srun --mpi=pmi2
+        (
+            SLURM | PMI | {"SLURM_STEP_NODELIST": "node7"},
+            RankInfo("slurm", 3, 4, 1, None, "node7", 7),
+        ),
+        (PMI, RankInfo("mpich", 1, 4)),
+        (HYDRA, RankInfo("mpich", 1, 4, 0, 2)),
+        (open_mpi("MV2", "3", "4", "1", "2"), RankInfo("mvapich", 3, 4, 1, 2)),
+        (
+            PMI | {"PALS_RANKID": "1", "PALS_LOCAL_RANKID": "0", "PALS_LOCAL_SIZE": "2"},
+            RankInfo("pals", 1, 4, 0, 2),
+        ),
         # Both say a rank: by hand wins over Slurm.
         (SLURM | {"RANK": "0", "WORLD_SIZE": "1"}, RankInfo("environment", 0, 1, master_port=7)),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
@@ -156,23 +139,22 @@ SLURM |= {"SLURM_STEP_NUM_TASKS": "4", "MASTER_PORT": "7"}
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x is not a whole number"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "0"}, "MASTER_PORT=0 is not a port"),
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_RANK is set and OMPI_COMM_WORLD_SIZE is"),
+        ({"PMI_RANK": "0"}, "PMI_RANK is set and PMI_SIZE is not"),
     ],
 )
 def test_what_a_launcher_says(variables, expected):
-    args = config.build_parser("ddp", None).parse_args([])
     if isinstance(expected, RankInfo):
-        assert rank_info.read_rank_info(args, variables) == expected
+        assert rank_info.read_rank_info(variables) == expected
     else:
         with pytest.raises(UsageError, match=expected):
-            rank_info.read_rank_info(args, variables)
+            rank_info.read_rank_info(variables)
 
 
 def test_two_jobs_of_slurm_on_one_host_have_ports_of_their_own():
     """Each is step 0 of its job."""
-    args = config.build_parser("ddp", None).parse_args([])
     step = {name: value for name, value in SLURM.items() if name != "MASTER_PORT"}
     jobs = [step | {"SLURM_JOB_ID": str(number)} for number in range(100, 110)]
-    assert len({rank_info.read_rank_info(args, job).master_port for job in jobs}) == 10
+    assert len({rank_info.read_rank_info(job).master_port for job in jobs}) == 10
 
 
 @pytest.mark.parametrize("wrong", [["--backend", "mpi"], ["--epochs", "none"]])
@@ -191,7 +173,7 @@ def test_a_device_that_no_backend_knows():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "how"), [("torchrun, one node", "raise"), ("torchrun, static", "SIGKILL")]
+    ("method", "how"), [("torchrun, one machine", "raise"), ("torchrun, static", "SIGKILL")]
 )
 def test_torchrun_starts_all_again_after_a_crash(method, how, synthetic_dir, tmp_path, expected):
     """Ranks that start again must not meet at the addresses of the attempt before."""
@@ -199,51 +181,42 @@ def test_torchrun_starts_all_again_after_a_crash(method, how, synthetic_dir, tmp
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
     crash = {"ALTER": how, "ALTER_RANK": "1", "ALTER_AT": "1", "ALTER_ONCE": ""}
     crash |= {"ALTER_FLAG": str(tmp_path / "crashed"), "PET_MAX_RESTARTS": "1"}
-    for ended in finish_all(launch(command, flags, tmp_path, literal=False, **crash), 120):
+    for ended in finish_all(launch(command, flags, literal=False, **crash), 120):
         assert ended.returncode == 0, ended.text
     assert (tmp_path / "crashed").exists()
     assert summary(tmp_path / "run")["weights_sha256"] == expected
 
 
-def wait_for_port(port, process):
-    def is_there():
-        assert process.poll() is None, process.communicate()
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", port)) == 0
-
-    wait_until(is_there)
-
-
-def start_waiting(synthetic_dir, *flags):
+def start_waiting(synthetic_dir):
     """Start a rank that waits for others who never come, and return when it does wait."""
     port = free_port()
-    common = ["--dataset", "synthetic", "--data-dir", synthetic_dir]
-    method = f"tcp://127.0.0.1:{port}"
-    process = start(*script("train_ddp.py", *common, "--init-method", method, *flags))
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+    words = script("train_ddp.py", "--dataset", "synthetic", "--data-dir", synthetic_dir)
+    process = start(*words, **variables)
     wait_for_port(port, process)
     return process
 
 
-RANK_0, PARENT = ["--rank", 0, "--world-size", 2], ["--nprocs", 2, "--nnodes", 2]
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_a_stop_signal_ends_the_waiting(number, synthetic_dir):
+    process = start_waiting(synthetic_dir)
+    process.send_signal(number)
+    ended = finish(process, 90)
+    assert f"stopped by {number.name} while waiting" in error_line(ended, 128 + number)
 
 
-@pytest.mark.parametrize(
-    ("flags", "number"),
-    [
-        (RANK_0, signal.SIGINT),
-        (RANK_0, signal.SIGUSR1),
-        (PARENT, signal.SIGTERM),  # which it passes on
-        (PARENT, signal.SIGKILL),  # which leaves nobody
-    ],
-)
-def test_a_stop_signal_ends_the_waiting(flags, number, synthetic_dir):
-    process = start_waiting(synthetic_dir, *flags)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_stop_signal_to_the_parent_ends_the_ranks(number, training):
+    """It passes on the first, and leaves nobody after the second."""
+    process = training.start("spawn", "--model", "linear", "--epochs", 100000)
+    wait_until((training.folder / "metrics.jsonl").exists)
     process.send_signal(number)
     ended = finish(process, 90)
     if number == signal.SIGKILL:
         assert stray_processes() == []
     else:
-        assert f"stopped by {number.name} while waiting" in error_line(ended, 128 + number)
+        assert ended.returncode == 128 + number
+        assert training.status["state"] == "stopped"
 
 
 def test_an_interface_that_is_not_there_is_one_line(synthetic_dir, tmp_path):

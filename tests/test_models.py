@@ -8,6 +8,7 @@ from torch import nn
 
 import models
 from utils.errors import UsageError
+from utils.metrics import Metrics
 
 PARAMETERS = {"convnet": 65_450, "basic": 1_199_882, "linear": 7_850, "mlp": 235_146}
 
@@ -34,11 +35,23 @@ def test_resnet18_says_why_it_cannot_be_built(monkeypatch):
         models.build_model("resnet18")
 
 
-def test_label_smoothing_is_that_of_pytorch():
-    logits, classes = torch.randn(9, 10, requires_grad=True), torch.randint(10, (9,))
-    loss, counted = models.loss_and_counts(logits, classes, 0.1)
-    expected = nn.functional.cross_entropy(logits, classes, label_smoothing=0.1)
-    torch.testing.assert_close(loss, expected)
-    gradients = [torch.autograd.grad(each, logits)[0] for each in (loss, expected)]
-    torch.testing.assert_close(*gradients)
-    assert counted["count"] == 9
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("classes", [3, 200], ids=["no class -100", "a class C - 100"])
+def test_ignored_samples_count_nowhere(classes, smoothing):
+    """The others are the mean and the gradients that PyTorch has; a batch with none is no NaN."""
+    targets = torch.arange(10) % 3
+    metrics = Metrics(torch.device("cpu"))
+    for ignored in (0, 3, 10):
+        targets[:ignored] = models.IGNORED
+        logits = nn.functional.one_hot(targets.clamp(min=0), classes).float().requires_grad_()
+        loss, counted = models.loss_and_counts(logits, targets, smoothing)
+        [gradient] = torch.autograd.grad(loss, logits)
+        metrics.update(loss, counted)
+        if ignored == len(targets):
+            assert (float(loss.detach()), float(gradient.abs().max())) == (0, 0)
+        else:
+            expected = nn.functional.cross_entropy(logits, targets, label_smoothing=smoothing)
+            torch.testing.assert_close(loss, expected)
+            torch.testing.assert_close(gradient, torch.autograd.grad(expected, logits)[0])
+    assert metrics.totals["count"] == metrics.totals["correct"] == 10 + 7
+    assert metrics.averages["loss"] == pytest.approx(float(expected.detach()))

@@ -1,8 +1,10 @@
 """The arithmetic of a step: learning rates, momentum, random numbers, sums."""
 
 import math
+import random
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ import data
 import models
 from tests import processes
 from utils import optim
-from utils.device import Precision, seed_step
+from utils.device import seed_step
 from utils.errors import UsageError
 from utils.metrics import Metrics
 from utils.training.evaluation import evaluate
@@ -25,10 +27,10 @@ def linear():
 
 
 def test_learning_rate_scaling():
-    assert optim.scale_lr(0.1, "none", 512, 64) == 0.1
-    assert optim.scale_lr(0.1, "linear", 512, 64) == pytest.approx(0.8)
-    assert optim.scale_lr(0.1, "sqrt", 256, 64) == pytest.approx(0.2)
-    rates = [optim.scale_lr(0.1, "capped-linear", size, 96) for size in (48, 96, 384, 768, 6144)]
+    assert optim.scale_lr(0.1, "none", 8 * 96) == 0.1
+    assert optim.scale_lr(0.1, "linear", 8 * 96) == pytest.approx(0.8)
+    assert optim.scale_lr(0.1, "sqrt", 4 * 96) == pytest.approx(0.2)
+    rates = [optim.scale_lr(0.1, "capped-linear", size) for size in (48, 96, 384, 768, 6144)]
     assert rates == pytest.approx([0.05, 0.1, 0.4, 0.4, 0.4])
 
 
@@ -50,10 +52,10 @@ def test_the_schedule_warms_up_and_ends_at_zero():
 def test_momentum_that_is_there_from_the_start_changes_nothing():
     """It is there for a layer whose first gradient comes late, on which the fused SGD fails."""
     ours, theirs = (nn.ModuleList([linear(), linear()]) for _ in range(2))
-    optimizer = optim.build_optimizer(ours, 0.1, 0.9, 5e-4)
-    reference = torch.optim.SGD(
-        theirs.parameters(), 0.1, momentum=0.9, weight_decay=5e-4, nesterov=True
-    )
+    options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True}
+    optimizer = torch.optim.SGD(ours.parameters(), 0.1, **options, fused=True)
+    optim.fill_momentum(optimizer)
+    reference = torch.optim.SGD(theirs.parameters(), 0.1, **options)
     for used in (1, 2, 2):
         images = torch.randn(8, 1, 28, 28)
         for layers, step in ((ours, optimizer), (theirs, reference)):
@@ -67,11 +69,12 @@ def test_momentum_that_is_there_from_the_start_changes_nothing():
 def test_random_numbers_come_from_seed_rank_and_position():
     def draw(*place):
         seed_step(CPU, *place)
-        return float(torch.rand(1))
+        return float(torch.rand(1)), float(np.random.beta(0.2, 0.2)), random.random()
 
     places = [(seed, rank, samples) for seed in (0, 1) for rank in (0, 1) for samples in (0, 96)]
     assert [draw(*place) for place in places] == [draw(*place) for place in places]
-    assert len({draw(*place) for place in places}) == len(places)
+    for generator in range(3):
+        assert len({draw(*place)[generator] for place in places}) == len(places)
 
 
 def test_evaluation_sums_exactly_and_leaves_the_model_as_it_is():
@@ -82,11 +85,27 @@ def test_evaluation_sums_exactly_and_leaves_the_model_as_it_is():
     transform, results = data.Transform(CPU, "mnist"), []
     for size in (1, 7, 40):
         batches = zip(images.split(size), labels.split(size), strict=True)
-        found = evaluate(model, batches, transform, Precision(CPU, "off"))
+        found = evaluate(model, batches, transform, torch.autocast("cpu", enabled=False))
         results.append((found.totals["correct"], found.count, pytest.approx(found.loss, rel=1e-5)))
     assert results[0] == results[1] == results[2]
     assert math.isnan(Metrics(CPU).loss), "nothing was counted"
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_any_number_of_metrics_and_a_stop_are_summed_with_them():
+    """As two ranks do it; one line beyond the room for them."""
+    ranks = [Metrics(CPU), Metrics(CPU)]
+    for rank, metrics in enumerate(ranks):
+        many = {f"metric{i}": torch.full((3 - rank,), i) for i in range(250)}
+        for _ in range(2):
+            metrics.update(torch.tensor(0.5), {"count": 3 - rank} | many)
+    assert [metrics.interrupted for metrics in ranks] == [0, 0]
+    ranks[1].interrupt()
+    ranks[0].sums.add_(ranks[1].sums)
+    assert ranks[0].averages == {"loss": 0.5} | {f"metric{i}": i for i in range(250)}
+    assert (ranks[0].count, ranks[0].interrupted) == (10, 1)
+    with pytest.raises(UsageError, match="sums, of which more3 is the first too many"):
+        ranks[0].update(torch.tensor(0.5), {"count": 1} | {f"more{i}": 0 for i in range(9)})
 
 
 @pytest.mark.parametrize(
@@ -106,7 +125,7 @@ from utils.device import setup_device
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
-setup_device(torch.device("cpu"), 1)
+setup_device("cpu", threads=1)
 model, images = models.build_model("convnet"), torch.rand(96, 1, 28, 28)
 for step in range(15):
     if step == 5:

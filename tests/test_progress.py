@@ -52,7 +52,7 @@ def test_an_evaluation_that_is_owed_keeps_a_run_from_its_end(max_steps):
     assert not again.has_step_left
     assert not again.is_finished
     train(again)
-    assert again.test_sums == SUMS
+    assert again.evaluated == SUMS
 
 
 def test_more_epochs_go_on_where_a_fraction_ended_and_fewer_steps_end_a_run():

@@ -1,4 +1,4 @@
-"""The meeting: who is missing, who is there twice, and who does not belong to this job."""
+"""The rendezvous: who is missing, who is there twice, and who does not belong to this job."""
 
 import json
 import signal
@@ -11,16 +11,32 @@ from contextlib import closing, suppress
 import pytest
 import torch.distributed as dist
 
-from tests.processes import ROOT, finish, free_port, run, script, start, succeed
-from tests.test_launch import error_lines, wait_for_port
-from utils.cluster.meeting import COMPLETE, Meeting, Member, RendezvousError, meet, name
-from utils.cluster.places import Address, File
+from tests.processes import (
+    ROOT,
+    error_lines,
+    finish,
+    free_port,
+    run,
+    script,
+    start,
+    succeed,
+    wait_for_port,
+)
+from utils.cluster.addresses import Address, AgentStore
+from utils.cluster.rendezvous import (
+    COMPLETE,
+    Peer,
+    Peers,
+    RendezvousError,
+    meet,
+    name_ranks,
+)
 
 HOST = socket.gethostname()
 
 
 def attend(place, rank, size, outcomes, seconds=90.0, **more):
-    own = Member(rank, **({"pid": 1000 + rank} | more))
+    own = Peer(rank, **({"pid": 1000 + rank} | more))
     try:
         outcomes.append(meet(place, own, size, seconds))
     except Exception as error:
@@ -28,7 +44,7 @@ def attend(place, rank, size, outcomes, seconds=90.0, **more):
 
 
 def meet_all(place, *ranks, size=2, **more):
-    """Hold a meeting among threads; return what each got, in no order."""
+    """Let threads meet; return what each got, in no order."""
     outcomes = []
     arguments = [(place, rank, size, outcomes) for rank in ranks]
     threads = [threading.Thread(target=attend, args=args, kwargs=more) for args in arguments]
@@ -44,18 +60,31 @@ def place():
     return Address("127.0.0.1", free_port())
 
 
+# Run train_ddp.py as if another PyTorch was installed.
+OTHER_TORCH = """
+import sys, torch, train_ddp
+torch.__version__ = "{}"
+sys.argv[0] = "train_ddp.py"
+sys.exit(train_ddp.main())
+"""
+
+
 class Ranks:
     """Ranks that are started one by one, by hand."""
 
     def __init__(self, data_dir, size, seconds):
         self.port, self.processes = free_port(), list[subprocess.Popen[str]]()
-        self.words = ["--dataset", "synthetic", "--data-dir", data_dir, "--world-size", size]
-        self.words += ["--rdzv-timeout", seconds, "--init-method", f"tcp://127.0.0.1:{self.port}"]
+        self.words = ["--dataset", "synthetic", "--data-dir", data_dir, "--rdzv-timeout", seconds]
+        self.variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
+        self.variables["WORLD_SIZE"] = str(size)
 
-    def start(self, rank, *more):
-        command = script("train_ddp.py", *self.words, "--rank", rank, *more)
-        self.processes.append(start(*command))
-        if len(self.processes) == 1 and rank == 0:
+    def start(self, rank, *flags, waits=True, torch_version="", **other):
+        variables = self.variables | other | {"RANK": str(rank)}
+        command = script("train_ddp.py", *self.words, *flags)
+        if torch_version:
+            command[1:2] = ["-c", OTHER_TORCH.format(torch_version)]
+        self.processes.append(start(*command, **variables))
+        if len(self.processes) == 1 and rank == 0 and waits:
             wait_for_port(self.port, self.processes[0])
         return self.processes[-1]
 
@@ -82,15 +111,17 @@ def test_all_that_wait_name_the_missing(place):
 @pytest.mark.parametrize(
     ("others", "words"),
     [
-        ([[1], [1]], "two processes claim the same rank: 1 ("),
-        ([[1, "--seed", 1]], "has seed 1, rank 0 ("),
-        ([[1, "--world-size", 4]], "has WORLD_SIZE 4, rank 0 ("),
+        ([{}, {}], "two processes claim the same rank: 1 ("),
+        ([{"flags": ["--seed", 1]}], "has seed 1, rank 0 ("),
+        ([{"WORLD_SIZE": "4"}], "has WORLD_SIZE 4, rank 0 ("),
+        ([{"torch_version": "1.0"}], "has torch 1.0, rank 0 ("),
     ],
 )
 def test_who_does_not_fit_is_named_at_once(others, words, synthetic_dir):
     ranks = Ranks(synthetic_dir, 3, 60)
-    for arguments in ([0], *others):
-        ranks.start(*arguments)
+    ranks.start(0)
+    for other in others:
+        ranks.start(1, *other.pop("flags", []), **other)
     for ended in ranks.end():
         assert words in ended.stderr
 
@@ -99,11 +130,11 @@ def test_a_foreign_program_has_the_port(synthetic_dir):
     """It accepts connections and never answers."""
     ranks = Ranks(synthetic_dir, 2, 4)
     with closing(socket.create_server(("127.0.0.1", ranks.port))):
-        ranks.processes.append(start(*script("train_ddp.py", *ranks.words, "--rank", 0)))
+        ranks.start(0, waits=False)
         ranks.start(1)
         first, second = ranks.end()
     assert f"cannot listen on port {ranks.port} (address already in use)" in first.stderr
-    assert f"127.0.0.1:{ranks.port} (from --init-method)" in second.stderr
+    assert f"127.0.0.1:{ranks.port} (from MASTER_ADDR)" in second.stderr
     assert "no answer" in second.stderr
 
 
@@ -112,7 +143,7 @@ def test_rank_0_is_stopped_or_killed_while_others_wait(number, synthetic_dir):
     ranks = Ranks(synthetic_dir, 3, 15)
     main = ranks.start(0)
     ranks.start(1)
-    dist.TCPStore("127.0.0.1", ranks.port, wait_for_workers=False).wait(["member/1"])
+    dist.TCPStore("127.0.0.1", ranks.port, wait_for_workers=False).wait(["peer/1"])
     main.send_signal(number)
     ranks.processes = ranks.processes[1:]
     (ended,) = ranks.end()
@@ -132,8 +163,8 @@ def test_a_rank_that_starts_again_leaves_the_job_alone(place):
     attend(place, 1, 2, outcomes, 1.0, pid=9)
     assert "two processes claim the same rank: 1 (" in str(outcomes[-1])
     (met, _, _) = outcomes
-    assert isinstance(met, Meeting)
-    assert met.store.get("verdict").decode() == COMPLETE
+    assert isinstance(met, Peers)
+    assert met.store.get("barrier").decode() == COMPLETE
 
 
 def test_garbage_on_the_port_does_no_harm(place):
@@ -147,35 +178,41 @@ def test_garbage_on_the_port_does_no_harm(place):
             connection.sendall(said)
     attend(place, 1, 2, outcomes)
     thread.join()
-    assert [type(outcome) for outcome in outcomes] == [Meeting, Meeting], outcomes
+    assert [type(outcome) for outcome in outcomes] == [Peers, Peers], outcomes
 
 
-@pytest.mark.parametrize("content", [b"\0\1binary", b'[["127.0.0.1", 9, "old"]]', b"[3]"])
-def test_a_stale_file_does_no_harm(content, tmp_path):
-    path = tmp_path / "meet"
-    path.write_bytes(content)
+@pytest.fixture
+def agent():
+    """The store of torchrun's agent, where rank 0 publishes its address."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield AgentStore("127.0.0.1", store.port)
+    del store
+
+
+@pytest.mark.parametrize("content", [b"\0\1binary", b'["127.0.0.1", 9, "old"]', b"[3]"])
+def test_what_an_earlier_attempt_has_published_does_no_harm(content, agent):
+    agent.store.set(agent.KEY, content)
     outcomes = []
-    late = threading.Timer(0.5, attend, (File(str(path)), 0, 2, outcomes))
+    late = threading.Timer(0.5, attend, (agent, 0, 2, outcomes))
     late.start()  # rank 1 reads what is there, until rank 0 comes
-    attend(File(str(path)), 1, 2, outcomes)
+    attend(agent, 1, 2, outcomes)
     late.join()
     for met in outcomes:
-        assert isinstance(met, Meeting), met
-        assert (met.mates, met.main.pid, met.interface) == ([0, 1], 1000, "")
-        assert name(met.store, [0, 1]) == f"0 ({HOST} pid 1000), 1 ({HOST} pid 1001)"
+        assert isinstance(met, Peers), met
+        assert (met.local_ranks, met.main.pid, met.interface) == ([0, 1], 1000, "")
+        assert name_ranks(met.store, [0, 1]) == f"0 ({HOST} pid 1000), 1 ({HOST} pid 1001)"
 
 
-def test_a_store_of_another_attempt_is_not_taken(tmp_path):
+def test_a_store_of_another_attempt_is_not_taken(agent):
     """Where rank 0 was published, its nonce has to be there."""
-    place = File(str(tmp_path / "meet"))
-    other = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    other.set("member/0", '{"rank": 0, "facts": {"seed": "9"}}')
-    place.publish(other.port, "ours")
+    other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    other.set("peer/0", '{"rank": 0, "facts": {"seed": "9"}}')
+    agent.publish(other.port, "ours")
     outcomes = []
-    attend(place, 1, 2, outcomes, 1.0)
+    attend(agent, 1, 2, outcomes, 1.0)
     assert "another program, or another job, has this port" in str(outcomes[0])
-    attend(place, 0, 1, outcomes)
-    assert isinstance(outcomes[1], Meeting), outcomes
+    attend(agent, 0, 1, outcomes)
+    assert isinstance(outcomes[1], Peers), outcomes
 
 
 @pytest.mark.slow

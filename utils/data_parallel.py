@@ -15,10 +15,12 @@ from utils.errors import UsageError
 CPU_REPLICAS = 2  # the fewest with which DataParallel splits anything
 
 
-def place_replicas(
+def replica_devices(
     kind: str, ids: list[int] | None, replicas: int | None, output_device: int | None
-) -> tuple[torch.device, list[torch.device]]:
-    """Return the device of the model, and all devices: GPUs, or the CPU once for each replica.
+) -> list[torch.device]:
+    """Return the device of each replica: GPUs, or the CPU once for each replica.
+
+    The model lives on the first one, as ``setup_device`` chooses it.
 
     Args:
         kind: as for ``utils.device.select_devices``.
@@ -41,21 +43,18 @@ def place_replicas(
         print(f"no GPU in use: {len(devices)} CPU threads, whose dropout is not reproducible")
     elif replicas is not None:
         raise UsageError("--replicas is for the CPU: choose GPUs with --devices")
-    return first, devices
+    return devices
 
 
-def keep_autocast_dtype(raw_model: nn.Module, precision: device.Precision) -> None:
-    """Let every replica compute in the dtype of ``precision``.
+def keep_autocast_dtype(raw_model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
+    """Let every replica compute in this dtype, where autocast is on.
 
     The dtype of autocast belongs to a thread. ``parallel_apply``
     (torch/nn/parallel/parallel_apply.py) opens autocast in the thread of each replica without a
     dtype. So a new CUDA thread would compute in fp16 instead of bf16, and without the loss scaling
     that fp16 needs.
     """
-    if precision.dtype is not None:  # nor could a scripted model take the hook
-        raw_model.register_forward_pre_hook(
-            lambda *_: torch.set_autocast_dtype(precision.device_type, precision.dtype)
-        )
+    raw_model.register_forward_pre_hook(lambda *_: torch.set_autocast_dtype(device_type, dtype))
 
 
 class CPUDataParallel(nn.DataParallel):

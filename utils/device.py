@@ -1,23 +1,17 @@
-"""The hardware of a process: its device, threads, random generators and precision."""
+"""The hardware of a process: its device, its threads, and the seeds of its generators."""
 
-import atexit
 import contextlib
-import ctypes
-import functools
-import gc
-import importlib
 import os
+import random
 import sys
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
-from torch.profiler import record_function
 
+from utils import cpu
 from utils.errors import UsageError
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3), from malloc.h
 
 
 def select_devices(kind: str, ids: list[int] | None = None) -> list[torch.device]:
@@ -44,56 +38,44 @@ def select_devices(kind: str, ids: list[int] | None = None) -> list[torch.device
     return [torch.device(kind, index) for index in ids or range(count)]
 
 
-def setup_device(device: torch.device, threads: int | None) -> None:
-    """Make ``device`` the current one and bound this process's CPU threads.
-
-    Without ``--threads`` the variable ``OMP_NUM_THREADS`` counts, in which ``launch`` has noted the
-    share of a rank, and without both every core that this process may use.
+def setup_device(
+    kind: str,
+    ids: list[int] | None = None,
+    threads: int | None = None,
+    deterministic: bool = False,
+    local_rank: int = 0,
+) -> torch.device:
+    """Return the device of this process, after making it current and choosing the CPU threads.
 
     Args:
-        device: as ``select_devices`` returns it.
-        threads: CPU threads, or None for ``OMP_NUM_THREADS`` or all cores.
+        kind, ids: as ``select_devices`` takes them.
+        threads: CPU threads. Without a number ``OMP_NUM_THREADS`` counts, in which ``launch`` has
+            noted the share of a rank, and without both every core that this process may use.
+        deterministic: whether to refuse operations that are not reproducible.
+        local_rank: number of this process on its machine. It takes the device of this number. If
+            each process sees one GPU, that GPU is number 0 everywhere.
+
+    Raises:
+        UsageError: a device does not exist.
     """
+    devices = select_devices(kind, ids)
+    device = devices[local_rank % len(devices)]
     torch.set_num_threads(threads or openmp_threads() or usable_cores())
-    _keep_freed_memory()
+    cpu.speed_up()
+    if deterministic:
+        # cuBLAS starts later, and reads this then.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
     if device.type in ("cuda", "xpu"):
-        # This comes before any allocation. Otherwise each rank would also open a context on device
-        # 0.
+        # Before any allocation, or each rank would also open a context on device 0.
         torch.get_device_module(device).set_device(device.index)
+    return device
 
 
 def openmp_threads() -> int:
     """Return the number in ``OMP_NUM_THREADS``, or 0 if there is none that OpenMP survives."""
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return int(given) if given.isdecimal() and len(given) < 5 else 0
-
-
-def _keep_freed_memory() -> None:
-    """Let glibc keep what tensors free for the next ones.
-
-    By default glibc returns blocks of some megabytes to the kernel. The kernel has to clear every
-    page again for the next operation. That takes a third of a step on a CPU. See
-    mallopt(3). Without glibc nothing happens.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # the largest value that it accepts
-        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-
-
-@functools.cache
-def import_dynamo() -> None:
-    """Import what the first optimizer and DDP's constructor import in any case, a third sooner.
-
-    During this import Python would search all objects of PyTorch for garbage, several times. It
-    would do so again during training, and for another second at the end. Nothing there is garbage.
-    """
-    gc.disable()
-    importlib.import_module("torch._dynamo")
-    gc.freeze()
-    if "triton" in sys.modules:  # or its nanobind would report leaks at the end
-        atexit.register(gc.unfreeze)
-    gc.enable()
 
 
 def usable_cores() -> int:
@@ -105,23 +87,17 @@ def usable_cores() -> int:
     return cores or 1
 
 
-def setup_seed(seed: int, deterministic: bool = False) -> None:
-    """Seed all generators. With ``deterministic`` refuse operations that are not reproducible."""
-    torch.manual_seed(seed)
-    if deterministic:
-        # cuBLAS starts later, and reads this then.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-
-
 def seed_step(device: torch.device, seed: int, rank: int, samples_seen: int) -> None:
     """Seed the generators for one optimizer step from where it stands in training.
 
-    So ranks draw different dropout and shifts. A resumed run draws what an uninterrupted run would
-    draw, although no generator's state is stored.
+    Those of random and of numpy too, from which a user's own augmentation may draw. So ranks draw
+    different dropout and shifts. A resumed run draws what an uninterrupted run would draw, although
+    no generator's state is stored.
     """
-    # The CPU's generator uses only 32 bits of a seed.
+    # The CPU's generators use only 32 bits of a seed.
     value = zlib.crc32(f"{seed}/{rank}/{samples_seen}".encode())
+    random.seed(value)
+    np.random.seed(value)
     # ``torch.manual_seed`` would visit every backend, which takes 25 times as long.
     torch.default_generator.manual_seed(value)
     if device.type in ("cuda", "xpu"):
@@ -131,21 +107,6 @@ def seed_step(device: torch.device, seed: int, rank: int, samples_seen: int) -> 
             generator.manual_seed(value + index - device.index)
     elif device.type == "mps":
         torch.mps.manual_seed(value)
-
-
-class Precision:
-    """The mixed precision of a forward."""
-
-    def __init__(self, device: torch.device, amp: str) -> None:
-        self.dtype = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[amp]
-        self.device_type = device.type
-
-    @contextlib.contextmanager
-    def autocast(self) -> Iterator[None]:
-        """Return the context of a forward: autocast if it is on, and a name for the profile."""
-        enabled = self.dtype is not None
-        with record_function("forward"), torch.autocast(self.device_type, self.dtype, enabled):
-            yield
 
 
 def synchronize(device: torch.device) -> None:

@@ -6,6 +6,7 @@ rank 0 of one. All of them run on the CPU, over gloo. There a lost rank ends a w
 can interrupt a read from a GPU that waits for NCCL.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -78,37 +79,69 @@ def call_on_rank_0(function: Callable[..., Result], *args: Any) -> Result:
 _GROUPS = list[Any]()
 
 
-class AgreedMax:
-    """Return the largest number of all ranks, one call late. Collective, called at every step.
+class StopAgreement:
+    """Let all ranks stop after the same step. Collective.
 
-    Each call starts to send a number, and the next call reads the result. In between, the numbers
-    are sent beside the training, and no rank waits for another. The first call returns 0. Without
-    other ranks a call returns its own number at once.
+    At some steps the ranks start to send the number of the stop signal that they got, and they read
+    the largest number at the step after. In between, the numbers are sent beside the training, and
+    no rank waits for another. Without other ranks there is nothing to send.
 
     Raises:
         UserError: another rank called something else.
     """
 
+    INTERVAL = 10  # steps. At each step it would couple all machines
+    LONG_STEP = 0.1  # seconds. Of longer steps each counts, since a launcher kills after 30 s
+
     def __init__(self) -> None:
         _GROUPS.append(dist.group.WORLD)
-        self.calls = 0
+        self.interval = 1  # until the first steps have been timed
+        self.calls = self.steps = 0
+        self.since = time.monotonic()
         self.pending: tuple[dist.Work, Tensor] | None = None
 
-    def __call__(self, number: int) -> int:
+    def after_step(self, number: int) -> int:
+        """Return the signal on which the ranks agree, or 0. Called after each optimizer step.
+
+        Args:
+            number: of the signal that this rank got, or 0.
+        """
         if world_size() == 1:
             return number
-        result = 0
-        if self.pending is not None:
-            work, values = self.pending
-            work.wait()
-            result, last, first = values.tolist()
-            if last != -first:
-                raise UserError(f"the ranks are out of step: call {self.calls} met another")
-        self.calls += 1
-        values = torch.tensor([number, self.calls, -self.calls])
+        agreed = self._read()
+        self.steps += 1
+        if self.steps >= self.interval:
+            self._send(number)
+        return agreed
+
+    def now(self, number: int) -> int:
+        """Return the signal on which the ranks agree, and wait for all of them."""
+        if world_size() == 1:
+            return number
+        earlier = self._read()
+        self._send(number)
+        return max(earlier, self._read())
+
+    def _send(self, number: int) -> None:
+        now = time.monotonic()
+        microseconds = (now - self.since) * 1e6 / max(1, self.steps)
+        self.calls, self.steps, self.since = self.calls + 1, 0, now
+        values = torch.tensor([number, int(microseconds), self.calls, -self.calls])
         work = dist.all_reduce(values, dist.ReduceOp.MAX, async_op=True)
         self.pending = work, values
-        return result
+
+    def _read(self) -> int:
+        if self.pending is None:
+            return 0
+        work, values = self.pending
+        self.pending = None
+        work.wait()
+        number, microseconds, last, negated_first = values.tolist()
+        if last != -negated_first:
+            raise UserError(f"the ranks are out of step: call {self.calls} met another")
+        # The same on all ranks, since they share the number.
+        self.interval = 1 if microseconds > self.LONG_STEP * 1e6 else self.INTERVAL
+        return number
 
 
 def sum_over_ranks(sums: Tensor) -> Tensor:

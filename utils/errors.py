@@ -1,17 +1,22 @@
 """Errors that a person can correct: one line that says what is wrong and what to do."""
 
+import atexit
 import errno
+import gc
+import io
 import json
 import multiprocessing
 import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -60,13 +65,22 @@ def describe(error: BaseException) -> str:
 
 
 NOT_SAVED = "which is not saved"  # in the reason of each run that diverged
-REPORT_SECONDS = 10.0  # for the rank that reports for its node, which may still be importing
+REPORT_SECONDS = 10.0  # for the rank that reports for its machine, which may still be importing
+EXIT_SECONDS = 10.0  # for exit handlers, one of which may wait for a rank that is lost
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 # PyTorch's lines about parameters that a forward left unused. They give indices, and with
 # TORCH_DISTRIBUTED_DEBUG=INFO names.
 UNUSED = re.compile("Parameters? [^:\\n]*not receive grad[^:\\n]*: .*")
-MEMORY = "out of memory: lower --batch-size, or raise --grad-accum-steps to keep the global batch"
-# A part of an error's text, by PyTorch or the system, and what to say instead.
+MEMORY = (
+    "out of memory: lower --batch-size, or raise --grad-accum-steps to keep the global batch; on a"
+    " GPU nvidia-smi shows which other programs use it"
+)
+GPU_MEMORY = "is its memory full, or does another program use this GPU? nvidia-smi shows it"
+SAME_GPU = (
+    "two ranks have the same GPU: start one process for each GPU (torchrun --nproc_per_node, in"
+    " Slurm --gpus-per-node and the same number in --ntasks-per-node), or try --backend gloo"
+)
+# A part of an error's text, by PyTorch, a library or the system, and what to say instead.
 KNOWN = {
     "unable to allocate shared memory": "/dev/shm has no room for the batches of the loader"
     " workers: make it larger (docker run --shm-size 1g), lower --num-workers, or pass"
@@ -79,10 +93,19 @@ KNOWN = {
     " normalisation, which needs more than one sample on each device",
     "SyncBatchNorm layers only work with GPU modules": "--sync-bn: SyncBatchNorm works on GPUs"
     " only, drop it on a CPU",
+    # By NCCL before 2.30 and since. NCCL_MULTI_RANK_GPU_ENABLE=1 allows it since then.
+    "Duplicate GPU detected": SAME_GPU,
+    "Multiple Ranks are using the same GPU": f"{SAME_GPU}, or set NCCL_MULTI_RANK_GPU_ENABLE=1",
+}
+# The same for what is wrong on one rank alone.
+KNOWN_OF_GPUS = {
+    "CUBLAS_STATUS_ALLOC_FAILED": f"cuBLAS got no memory: {GPU_MEMORY}, or lower --batch-size",
+    "CUDNN_STATUS_NOT_INITIALIZED": f"cuDNN does not start: {GPU_MEMORY}",
+    "busy or unavailable": f"the GPU is busy or unavailable: {GPU_MEMORY}",
 }
 
 
-def explain(error: Exception) -> Exception:
+def explain(error: Exception | SystemExit) -> Exception:
     """Return a ``UserError`` for an error of PyTorch or the system whose cause is known.
 
     Any other error is returned as it is.
@@ -90,7 +113,12 @@ def explain(error: Exception) -> Exception:
     if isinstance(error, UserError):  # it has been explained
         return error
     text = str(error)
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
+    if isinstance(error, SystemExit):
+        called = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{called.filename}, line {called.lineno}"
+        return UserError(f"{where} has called sys.exit({text}): raise an error that says why")
+    out_of_memory = ("out of memory", "can't allocate memory")
+    if isinstance(error, MemoryError) or any(part in text for part in out_of_memory):
         return UserError(MEMORY)
     if unused := UNUSED.findall(text):
         return UserError(
@@ -102,30 +130,79 @@ def explain(error: Exception) -> Exception:
         # In the whole text, since the error of a loader worker comes with its traceback before it.
         if part in text:
             return UsageError(message)
+    for part, message in KNOWN_OF_GPUS.items():
+        if part in text:
+            return UserError(message)
+    if "no kernel image" in text:
+        return UsageError(_explain_no_kernel())
     if isinstance(error, OSError) and (error.filename or error.errno in DISK):
-        advice = "; earlier checkpoints are whole: make room and continue with --resume"
         where = error.filename2 or error.filename or "a file cannot be written"
-        return UserError(f"{where}: {error.strerror}{advice * (error.errno in DISK)}")
+        message = f"{where}: {error.strerror}"
+        if error.errno in DISK:
+            message += "; earlier checkpoints are whole: make room and continue with --resume"
+        return UserError(message)
     # A worker that dies while it sends a batch shows as a broken connection.
     functions = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
     is_broken = isinstance(error, EOFError | ConnectionError) and "_try_get_data" in functions
     if is_broken or text.startswith("DataLoader worker"):
         return UserError(
             f"a loader worker died ({text.partition('. ')[0] or type(error).__name__}): is memory"
-            " or /dev/shm full? Try --num-workers 0, and continue with --resume"
+            " or /dev/shm full, or does the data set call sys.exit? Try --num-workers 0, and"
+            " continue with --resume"
         )
     return error
 
 
+def _explain_no_kernel() -> str:
+    """Say which GPU this build of PyTorch has no code for."""
+    major, minor = torch.cuda.get_device_capability()
+    return (
+        f"this torch has no code for {torch.cuda.get_device_name()}, a GPU of capability"
+        f" {major}.{minor} (it has {' '.join(torch.cuda.get_arch_list())}): install another build"
+        " (https://pytorch.org/get-started/locally), or pass --device cpu"
+    )
+
+
+_before_end: Callable[[Exception], None] | None = None
+
+
+def before_end(function: Callable[[Exception], None] | None) -> None:
+    """Let a run write what ended it: the function is called once, with the explained error.
+
+    Args:
+        function: replaces the previous function, and None removes it. It may be called in another
+            thread than the main one, which then waits in C++.
+    """
+    global _before_end
+    _before_end = function
+
+
+def has_begun() -> bool:
+    """Return whether there is a run in this process whose end somebody wants to write."""
+    return _before_end is not None
+
+
+def call_before_end(error: Exception) -> None:
+    """Call what ``before_end`` has registered, and forget it."""
+    function = _before_end
+    before_end(None)
+    if function is not None:
+        function(error)
+
+
 def guard(run: Callable[..., int], *args: object) -> int:
-    """Call ``run(*args)`` and return the exit status. A ``UserError`` is a line on stderr."""
+    """Call ``run(*args)`` and return the exit status. A ``UserError`` is a line on stderr.
+
+    The run first writes the explained error, if it has begun (see ``before_end``).
+    """
     try:
         return run(*args)
     except KeyboardInterrupt:
         print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
         return 130
-    except Exception as raised:
+    except (Exception, SystemExit) as raised:
         error = explain(raised)
+        call_before_end(error)
         if not isinstance(error, UserError):
             raise
         report(error)
@@ -168,3 +245,32 @@ def end_workers() -> None:
     for worker in workers:
         with suppress(ProcessLookupError):
             worker.kill()
+
+
+def end_process(status: int) -> NoReturn:
+    """End a rank of several without the shutdown of the interpreter, but with all that it does.
+
+    DDP keeps gloo's threads (torch 2.15), even after the group is destroyed. An interpreter that
+    shuts down beside them sometimes aborts: 3 of about 300 complete runs did.
+    """
+    limit = threading.Timer(EXIT_SECONDS, os._exit, (status,))
+    limit.daemon = True
+    limit.start()
+    with suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that still work
+    run_exit_handlers()
+    os._exit(status)
+
+
+def run_exit_handlers() -> None:
+    """Call what is registered with ``atexit``, and flush the files that are still open.
+
+    Trackers finish their run in such a handler. multiprocessing's processes end so, too.
+    """
+    with suppress(BaseException):
+        atexit._run_exitfuncs()
+    gc.unfreeze()  # or the files of before an import that froze all objects would not be found
+    for file in (sys.stdout, sys.stderr, *gc.get_objects()):
+        if issubclass(type(file), io.IOBase):
+            with suppress(Exception):  # it is closed, or nobody reads any more
+                file.flush()

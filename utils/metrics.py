@@ -6,7 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MAX_SUMS = 16  # a fixed length, since a rank without a sample has not met the names
+from utils.errors import UsageError
+
+# A fixed length, since a rank without a sample has not met the names. The last place is no metric.
+MAX_SUMS = 256
+INTERRUPTED = MAX_SUMS - 1
 
 
 class Metrics:
@@ -28,31 +32,74 @@ class Metrics:
         self.names = [*(totals or {"count": 0, "loss": 0})]
         self._sums = torch.zeros(MAX_SUMS, dtype=torch.float64)
         self._sums[: len(self.names)] = self._sums.new_tensor([*(totals or {}).values()] or [0])
-        # What is not yet in ``_sums``: the count, and the rest on the device. There a batch is one
-        # operation for each name. The sum over its samples comes later.
+        # What is not yet in ``_sums``: counts that are plain numbers, and the rest on the device.
+        # There a batch is one operation for each name. The sum over its samples comes later.
         self._new_count = 0
         self._new: dict[tuple[str, torch.Size], Tensor] = {}
+        self._at_step: tuple[Tensor, int, dict[tuple[str, torch.Size], Tensor]] | None = None
 
     def update(self, mean_loss: Tensor, counted: dict[str, Any]) -> None:
-        """Add a batch: its mean loss [], and what was counted of it, as ``models`` returns both."""
-        self._new_count += counted["count"]
-        self._add("loss", mean_loss.detach(), counted["count"])
+        """Add a batch: its mean loss [], and what was counted of it, as ``models`` returns both.
+
+        Raises:
+            UsageError: more metrics than there is room for.
+        """
+        count = counted["count"]
+        if isinstance(count, Tensor):  # whose value only the device knows yet
+            count = count.to(self.device, self.dtype)
+            self._add("count", count)
+        else:
+            self._new_count += count
+        self._add("loss", mean_loss.detach(), count)
         for name, value in counted.items():
             if name != "count":
-                self._add(name, torch.as_tensor(value).detach(), 1)
+                self._add(name, torch.as_tensor(value).detach())
 
-    def _add(self, name: str, value: Tensor, times: int) -> None:
+    def _add(self, name: str, value: Tensor, times: float | Tensor = 1) -> None:
         value = value.to(self.device)  # the outputs of DataParallel may lie on another one
         key = name, value.shape
-        if key in self._new:
-            self._new[key].add_(value, alpha=times)
-        else:
+        if key not in self._new:
             self._new[key] = value.to(self.dtype) * times
-            self.names += [name] if name not in self.names else []
+            self._know(name)
+        elif isinstance(times, Tensor):
+            self._new[key].addcmul_(value, times)
+        else:
+            self._new[key].add_(value, alpha=times)
+
+    def _know(self, name: str) -> None:
+        if name in self.names:
+            return
+        if len(self.names) == INTERRUPTED:
+            raise UsageError(
+                f"loss_and_counts in models.py counts more than {INTERRUPTED} sums, of which"
+                f" {name} is the first too many: raise MAX_SUMS in utils/metrics.py"
+            )
+        self.names.append(name)
+
+    def begin_step(self) -> None:
+        """Note where a step begins, in case ``discard_step`` has to go back there."""
+        tensors = {key: value.clone() for key, value in self._new.items()}
+        self._at_step = self._sums.clone(), self._new_count, tensors
+
+    def discard_step(self) -> None:
+        """Forget the micro-batches of a step that never ended."""
+        if self._at_step is not None:
+            self._sums, self._new_count, self._new = self._at_step
+
+    def interrupt(self) -> None:
+        """Note that this rank has not counted all its samples, so that the sums mean nothing."""
+        self._sums[INTERRUPTED] = 1
+
+    @property
+    def interrupted(self) -> int:
+        """Return how many ranks have not counted all their samples."""
+        return int(self._sums[INTERRUPTED])
 
     @property
     def sums(self) -> Tensor:
         """All sums [MAX_SUMS], float64 on the CPU, in the order of ``names``: of this process.
+
+        The last one is the number of ranks that were interrupted.
 
         What changes this tensor changes the metrics: ``dist.all_reduce`` makes them those of all
         ranks.

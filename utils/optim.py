@@ -1,52 +1,47 @@
-"""Learning-rate scaling, the optimizer, and a schedule that any world size can resume."""
+"""Learning-rate scaling, and a schedule that any world size can resume."""
 
 import math
 
 import torch
-from torch import nn
+from torch.optim import SGD
 
-from utils.device import import_dynamo
-
+REFERENCE_BATCH = 96  # images, for which --lr is meant
 WARMUP_START = 0.1  # of the peak at the first step
 LONGEST_WARMUP = 0.3  # of the training, since a run of one epoch would otherwise be all warm-up
 RULES = ("capped-linear", "linear", "sqrt", "none")
 LARGEST_RATIO = 4  # of a rate to that of the reference batch, at which linear scaling is capped
 
 
-def scale_lr(lr: float, rule: str, global_batch_size: int, reference: int) -> float:
-    """Return the learning rate for a global batch, given the one for the reference batch.
+def scale_lr(lr: float, rule: str, global_batch_size: int) -> float:
+    """Return the learning rate for a global batch, given the one for ``REFERENCE_BATCH``.
 
     ``linear`` is the rule of Goyal et al. (https://arxiv.org/abs/1706.02677), which needs a
     warm-up. ``sqrt`` is the rule of Krizhevsky (https://arxiv.org/abs/1404.5997). ``capped-linear``
     is linear up to ``LARGEST_RATIO``. Beyond, an epoch of large batches has too few steps to
     recover from steps that are too long.
     """
-    ratio = global_batch_size / reference
-    factors = min(ratio, LARGEST_RATIO), ratio, math.sqrt(ratio), 1.0
-    return lr * dict(zip(RULES, factors, strict=True))[rule]
+    ratio = global_batch_size / REFERENCE_BATCH
+    factors = {
+        "capped-linear": min(ratio, LARGEST_RATIO),
+        "linear": ratio,
+        "sqrt": math.sqrt(ratio),
+        "none": 1.0,
+    }
+    return lr * factors[rule]
 
 
-def build_optimizer(
-    model: nn.Module, lr: float, momentum: float, weight_decay: float
-) -> torch.optim.Optimizer:
-    """Build SGD. It uses Nesterov's momentum, which torch accepts only with a momentum above 0."""
-    import_dynamo()
-    optimizer = torch.optim.SGD(
-        model.parameters(),
-        lr=lr,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        nesterov=momentum > 0,
-        fused=all(p.device.type in ("cpu", "cuda") for p in model.parameters()),
-    )
-    if momentum > 0:
-        # The first step would make these buffers. But the fused SGD fails (torch 2.15) if a
-        # parameter gets its first gradient later than others, as in a branch of the network that
-        # was not taken before.
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    return optimizer
+def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Give each parameter of SGD the momentum of 0 that its first step would begin with.
+
+    The fused SGD (torch 2.15) fails if a parameter gets its first gradient later than the others,
+    as in a branch of the model that was not taken before.
+    """
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, SGD) and group["momentum"]:
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    state = optimizer.state[parameter]
+                    state.setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
 class Schedule:

@@ -4,20 +4,21 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
-from utils.errors import UserError, report
+from utils.errors import UserError, call_before_end, has_begun, report, run_exit_handlers
+from utils.errors import before_end as before_end
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # A terminal sends Ctrl-C to every process, and launchers pass it on. So one may arrive twice.
 SAME_CTRL_C_SECONDS = 1.0
 PR_SET_PDEATHSIG = 1  # prctl(2)
-END_SECONDS = 2.0  # limit for ``before_end``, since a file system may hang
+END_SECONDS = 2.0  # limit for ``before_end`` and exit handlers: a file system may hang
 STOPPED = "stopped by "  # with which the message of ``Stopped`` begins
 
 
@@ -37,7 +38,7 @@ class Interrupted(UserError):
 
 
 _received = 0
-_before_end: Callable[[Exception], None] | None = None
+_is_installed = False
 
 
 def received() -> int:
@@ -60,8 +61,13 @@ def sleep(seconds: float) -> None:
 def install_handlers() -> None:
     """Note the stop signals from now on. Called before anything slow.
 
-    A second Ctrl-C, more than a second after the first signal, ends the process at once.
+    A second Ctrl-C, more than a second after the first signal, ends the process at once. Calling
+    this again changes nothing.
     """
+    global _is_installed
+    if _is_installed:
+        return
+    _is_installed = True
     # Python calls a handler only between two of its instructions, and a backward of half a minute
     # is one instruction. For a second Ctrl-C meanwhile there is a thread. CPython writes the number
     # of each signal to its pipe at once.
@@ -88,17 +94,6 @@ def die_with_parent(number: int) -> None:
         os._exit(1)
 
 
-def before_end(function: Callable[[Exception], None] | None) -> None:
-    """Let another thread call a function with the error before ``end_at_once`` ends the process.
-
-    Args:
-        function: replaces the previous function, and None removes it. After ``END_SECONDS`` the
-            process ends even if the function has not returned.
-    """
-    global _before_end
-    _before_end = function
-
-
 def _note(number: int, _: FrameType | None = None) -> None:
     global _received
     _received = _received or number
@@ -110,10 +105,15 @@ def _watch(reader: int) -> None:
         number = os.read(reader, 1)[0]
         if number in STOP_SIGNALS:
             _note(number)  # the main thread may be unable to
+            is_child = multiprocessing.parent_process() is not None
+            if number == signal.SIGINT and not first and has_begun() and not is_child:
+                name = os.path.basename(sys.argv[0])
+                text = "stopping after this step; again: at once, unsaved"
+                print(f"{name}: {text}", file=sys.stderr, flush=True)
             first = first or time.monotonic()
             if number == signal.SIGINT and time.monotonic() - first > SAME_CTRL_C_SECONDS:
                 error = Interrupted("interrupted by a second Ctrl-C")
-                error.reported_elsewhere = multiprocessing.parent_process() is not None
+                error.reported_elsewhere = is_child
                 end_at_once(error)
 
 
@@ -122,8 +122,8 @@ def end_at_once(error: UserError) -> NoReturn:
     threading.Timer(END_SECONDS, os._exit, (error.exit_status,)).start()
     with suppress(Exception):
         report(error)
-        if _before_end is not None:
-            _before_end(error)
+        call_before_end(error)
     for child in multiprocessing.active_children():
         child.kill()
+    run_exit_handlers()
     os._exit(error.exit_status)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from collectives import SMALLEST, largest, time_all_reduce
 
 from utils import output, signals
-from utils.cluster.launch import Job, launch
+from utils.cluster.launch import launch
 from utils.device import select_devices, setup_device, usable_cores
 from utils.training import config
 
@@ -191,20 +191,16 @@ def examine(facts: Facts, backend: str) -> list[Finding]:
     ]
 
 
-def run(args: argparse.Namespace, job: Job) -> int:
+def run(args: argparse.Namespace) -> int:
     """Examine, report from rank 0, and return the exit status."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     rank, local_rank, world_size = (int(os.environ[name]) for name in names)
     devices = select_devices(args.device, args.devices)
-    device = devices[local_rank % len(devices)]
-    setup_device(device, args.threads)
+    device = setup_device(args.device, args.devices, args.threads, local_rank=local_rank)
     dist.init_process_group(
-        job.backend,
-        store=job.rendezvous(),
-        rank=rank,
-        world_size=world_size,
+        backend=args.backend,
         timeout=timedelta(seconds=args.timeout),
-        device_id=device if "nccl" in job.backend else None,
+        device_id=device if "nccl" in args.backend else None,
     )
     own = facts_of_host() | facts_of_device(device, devices)
     facts: Facts = [{}] * world_size
@@ -213,7 +209,7 @@ def run(args: argparse.Namespace, job: Job) -> int:
     dist.all_gather_object(facts, own)
     rows = [check_all_reduce(device, world_size)]
     if rank == 0:
-        rows = [*examine(facts, job.backend.rpartition(":")[2]), *rows]
+        rows = [*examine(facts, args.backend.rpartition(":")[2]), *rows]
         for row in rows:
             fix = f"\n{'':23}-> {row.fix}" if row.fix else ""
             print(f"{row.check:<12}  {row.state:<7}  {row.found}{fix}", flush=True)

@@ -5,7 +5,7 @@
 
 The first command measures between the ranks that it starts, on one machine or several. The second
 one computes with your figures: a step on one device, the bytes of the gradients, and the bandwidth
-of the link in one direction. docs/faster.md explains the arithmetic.
+of the link in one direction. docs/numbers.md explains the arithmetic.
 
 Gradients are sent during the backward. With the NCCL class that torch 2.15 takes by default, a GPU
 computes nothing meanwhile, and a step takes as long as if all were sent after the backward. Both
@@ -37,6 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 import models
 from utils.device import select_devices, setup_device
 from utils.errors import UsageError
+from utils.optim import REFERENCE_BATCH
 from utils.training import config
 
 DEVICES = [2**i for i in range(11)]
@@ -187,8 +188,8 @@ def measure(args: argparse.Namespace) -> tuple[Step, Link, list[float], str]:
             f"{processes} processes need as many GPUs, and there is {len(devices)}: on the CPU,"
             " CUDA_VISIBLE_DEVICES= torchrun ... (two cores are then two devices)"
         )
-    device = devices[int(os.environ["LOCAL_RANK"]) % len(devices)]
-    setup_device(device, args.threads)
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = setup_device(args.device, threads=args.threads, local_rank=local_rank)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     raw_model, other = (models.build_model(args.model).to(device) for _ in range(2))
     alone = build_step(raw_model, args.batch_size, device)
@@ -253,7 +254,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = trial.build_parser("scaling.py", __doc__)
     add = parser.add_argument
     add("--model", choices=list(models.MODELS), default="convnet")
-    add("--batch-size", type=config.SIZE, default=config.DEFAULT_BATCH_SIZE, help="per device")
+    add("--batch-size", type=config.SIZE, default=REFERENCE_BATCH, help="per device")
     add("--threads", type=config.SIZE, default=1, help="CPU threads of a device")
     add("--device", choices=["auto", "cpu"], default="auto")
     add("--step-ms", type=config.POSITIVE, help="a step on one device, milliseconds")

@@ -1,22 +1,20 @@
-"""The ranks of this node as child processes, if no launcher starts them (``--nprocs``)."""
+"""The ranks of this machine as child processes, if no launcher starts them (``--nprocs``)."""
 
-import argparse
 import logging
 import os
 import signal
-import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.multiprocessing as mp
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from utils import output, signals
+from utils import errors, output, signals
 from utils.cluster.calls import POLL_SECONDS
-from utils.cluster.rank_info import RankInfo, die_with_launcher, read_port
+from utils.cluster.rank_info import RankInfo, die_with_launcher
 from utils.errors import UsageError, UserError
 
 # After a rank has failed, the others get SIGTERM after this time, and SIGKILL after twice this
@@ -25,61 +23,47 @@ from utils.errors import UsageError, UserError
 GRACE_SECONDS = 9.0
 
 
-def spawn(start: Callable[[RankInfo], int], args: argparse.Namespace) -> int:
-    """Start the ranks of this node, wait for them, and return the exit status.
+def spawn(start: Callable[[RankInfo], int], processes: int) -> int:
+    """Start the ranks, wait for them, and return the exit status.
+
+    Variables for a rendezvous that are left over in the shell do not count.
 
     Args:
         start: called in each process.
-        args: ``nprocs``, ``nnodes``, ``node_rank`` and ``init_method`` say how many, and where.
+        processes: how many.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise UsageError("--nprocs starts the processes itself: drop it, or drop torchrun")
-    address = os.environ.get("MASTER_ADDR", "").strip()
-    if args.nnodes > 1 and args.init_method == "env://" and not address:
-        raise UsageError(
-            "--nnodes needs the address of node 0: MASTER_ADDR, or --init-method tcp://host:port"
-        )
-    # On one node, variables that are left over in the shell do not count.
-    address, port = ("", get_free_port()) if args.nnodes == 1 else (address, read_port(os.environ))
-    first, world_size = args.node_rank * args.nprocs, args.nnodes * args.nprocs
-    info = RankInfo("spawn", first, world_size, 0, args.nprocs, address or "127.0.0.1", port)
+    info = RankInfo("spawn", 0, processes, 0, processes, master_port=get_free_port())
     stopped = mp.get_context("spawn").RawValue("i", 0)
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
-    context = mp.start_processes(_child, (start, info, stopped), args.nprocs, False)
+    context = mp.start_processes(_child, (start, info, stopped), processes, join=False)
 
     def interrupt(error: Exception) -> None:  # so that rank 0 can still write the state of the run
         _send(context.processes, signal.SIGINT)
         context.processes[0].join(signals.END_SECONDS / 2)
 
-    signals.before_end(interrupt)
-    return _wait_for(context, first) or stopped.value
+    errors.before_end(interrupt)
+    try:
+        return _wait_for(context) or stopped.value
+    finally:
+        errors.before_end(None)
 
 
-def _child(local_rank: int, start: Callable[[RankInfo], int], info: RankInfo, stopped: Any) -> None:
+def _child(rank: int, start: Callable[[RankInfo], int], info: RankInfo, stopped: Any) -> None:
     output.protect()
     signals.install_handlers()
     # A child inherits the start method spawn. With it each loader worker would import torch again.
     mp.set_start_method(None, force=True)
     die_with_launcher(info)
     try:
-        status = start(replace(info, rank=info.rank + local_rank, local_rank=local_rank))
+        status = start(replace(info, rank=rank, local_rank=rank))
     except Exception:  # a bug: print the traceback of this rank alone
         traceback.print_exc()
         status = 1
     if status > 128:  # an agreed stop. A failure would kill the others
         stopped.value, status = status, 0
-    end_process(status)
-
-
-def end_process(status: int) -> NoReturn:
-    """End a rank of several without the shutdown of the interpreter.
-
-    DDP keeps gloo's threads (torch 2.15), even after the group is destroyed. An interpreter that
-    shuts down beside them sometimes aborts: 3 of about 300 complete runs did.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    errors.end_process(status)
 
 
 def _send(children: list[Any], number: int) -> None:
@@ -88,7 +72,7 @@ def _send(children: list[Any], number: int) -> None:
             os.kill(child.pid, number)
 
 
-def _wait_for(context: Any, first: int) -> int:
+def _wait_for(context: Any) -> int:
     """Pass on a stop signal, end all ranks if one fails, and return the exit status."""
     forwarded = 0
     try:
@@ -101,7 +85,7 @@ def _wait_for(context: Any, first: int) -> int:
             return 128 + signals.received()
         if error.signal_name:
             pid = context.processes[error.error_index].pid  # torch 2.9's error has none
-            lost = f"rank {first + error.error_index} (pid {pid})"
+            lost = f"rank {error.error_index} (pid {pid})"
             raise UserError(f"{lost} was killed by {error.signal_name}") from error
         return error.exit_code
     return 0

@@ -1,22 +1,26 @@
 """What to say when ranks do not answer any more: which ones, at which step, and why.
 
-A rank that notices a failure adds itself to a list in the store, and calls the roll. A thread of
-each rank answers, even while the rank computes. The thread of rank 0 finds out which ranks are
-lost, and writes that for all ranks. A rank that fails with an error of its own writes that itself.
+A rank that notices a failure adds itself to a list in the store, and asks all ranks for a
+heartbeat. A thread of each rank answers, even while the rank computes. The thread of rank 0 finds
+out which ranks are lost, and writes a report for all ranks. A rank that fails with an error of its
+own writes the report itself.
 
 A rank that waits in C++ notices nothing: in ``init_process_group``, or for a GPU whose collective
-waits for a lost rank. So a thread watches the next rank, another one the store and NCCL. If the
-main thread has not ended by itself some seconds after a rank was lost, this process is ended.
+waits for a lost rank. So each rank has a liveness connection to the next one, which closes when
+that process ends, and a thread that watches for a report and for errors of NCCL. If the main thread
+has not ended by itself some seconds after a report, this process is ended.
 """
 
 import json
 import math
-import os
 import re
 import socket
+import sys
 import threading
 import time
+import traceback
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -25,24 +29,28 @@ import torch.distributed as dist
 
 from utils import signals
 from utils.cluster.calls import POLL_SECONDS, call_within
-from utils.cluster.meeting import MAX_SHOWN, Meeting, name, read_by_all, read_ranks
+from utils.cluster.rendezvous import MAX_SHOWN, Peers, name_ranks, read_by_all, read_ranks
 from utils.errors import UsageError, UserError, describe
 from utils.signals import STOPPED, Stopped
 
 # Words in the errors of the backends, which are plain RuntimeErrors.
 OF_BACKEND = ("gloo/transport", "timeout caused pair closure", "NCCL")
-# By whether a rank is lost, and whether there is a process group.
-ADVICE = {
-    (True, True): "it crashed, stalled, was slower than --timeout or gave up this rank; its own"
-    " output says more (op.preamble.length: it called another collective or took another branch)",
-    (True, False): "it crashed, left, stalled or still prepares its data (then prepare it"
-    " beforehand, or raise --rdzv-timeout)",
-    (False, True): "one rank called a collective that others did not, or was slower than --timeout",
-    (False, False): "the backend cannot connect the ranks, whose hosts must reach each other on all"
-    " ports, through the interface that GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) names",
-}
+# What may be the reason, by whether a rank is lost, and whether there is a process group.
+LOST_IN_TRAINING = (
+    "it crashed, stalled, was slower than --timeout or gave up this rank; its own output says more"
+    " (op.preamble.length: it called another collective or took another branch)"
+)
+LOST_BEFORE_GROUP = (
+    "it crashed, left, stalled or still prepares its data (then prepare it beforehand, or raise"
+    " --rdzv-timeout)"
+)
+OUT_OF_STEP = "one rank called a collective that others did not, or was slower than --timeout"
+NO_CONNECTION = (
+    "the backend cannot connect the ranks, whose machines must reach each other on all ports,"
+    " through the interface that GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) names"
+)
 FIND_SECONDS = 60.0  # more than rank 0 needs to find out who is lost
-ROLL_SECONDS = 2.0  # after the last answer, a rank that has not answered is lost
+HEARTBEAT_SECONDS = 2.0  # after the last answer, a rank that has not answered is lost
 BUSY_SECONDS = 10.0  # in which a rank that answers, but still computes, notices the failure
 
 
@@ -56,67 +64,69 @@ class LostRank(UserError):
     ranks: list[int]
 
 
+@dataclass
+class Report:
+    """What the ranks write and read in the store about the failure of the job.
+
+    Attributes:
+        ranks: the lost ones, at most the first eight.
+        names: of the lost ranks, for a message.
+        cause: the error of its own with which the lost rank ended, if it has said one.
+        is_usage: whether that is a mistake of the whole job, which each rank would make.
+    """
+
+    ranks: list[int]
+    names: str
+    cause: str = ""
+    is_usage: bool = False
+
+
 class Job:
     """All ranks of a launch, as one of them sees them. It names the ranks that get lost.
 
     Args:
-        meeting: in which this rank met the others.
-        rdzv_timeout: seconds within which the process group has to exist.
+        peers: the ranks that this one has met.
+        rdzv_timeout: seconds within which ``init_process_group`` has to return.
         backend: for ``init_process_group``.
     """
 
-    def __init__(self, meeting: Meeting, rdzv_timeout: float, backend: str = "gloo") -> None:
-        self.meeting, self.rdzv_timeout, self.backend = meeting, rdzv_timeout, backend
-        self.store, self.rank, self.world_size = meeting.store, meeting.own.rank, meeting.world_size
-        # Lost ranks, their names, why, whether that is a mistake, and whether others report it.
-        self.verdict: list[Any] = []
-        self.is_told, self.told_at = threading.Event(), math.inf  # there is a verdict, or no store
-        self.has_failed = False  # the main thread reports an error
+    def __init__(self, peers: Peers, rdzv_timeout: float, backend: str = "gloo") -> None:
+        self.peers, self.rdzv_timeout, self.backend = peers, rdzv_timeout, backend
+        self.store, self.rank, self.world_size = peers.store, peers.own.rank, peers.world_size
+        self.report: Report | None = None
+        self.is_reported_elsewhere = False  # by another rank of this machine
+        # There is a report, or no store any more, since that time.
+        self.is_over, self.over_since = threading.Event(), math.inf
+        self.has_ended = False  # the main thread has returned, or has an error
         for work in (self._answer, self._watch_next):
             threading.Thread(target=work, daemon=True).start()
 
-    def rendezvous(self) -> dist.Store:
-        """Return the store for ``init_process_group``, whose time is limited from now on.
+    def watch(self) -> None:
+        """Let a thread end this process if its main thread waits in C++ for what will not come.
 
-        ``init_process_group`` does not return while the host of its store is stopped, whatever its
-        timeout. If a rank is lost, or there is no process group after ``rdzv_timeout``, a thread
-        ends this process, with one line that names the ranks that have not come this far.
-
-        Raises:
-            UsageError: another rank has the same GPU.
+        ``init_process_group`` does not return while the machine of its store is stopped, whatever
+        its timeout. If a rank is lost, or this rank waits there for longer than ``rdzv_timeout``,
+        the process ends with one line that names the ranks that have not come this far.
         """
         threading.Thread(target=self._watch, daemon=True).start()
-        if "nccl" in self.backend:
-            uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-            own = str(self.meeting.own)
-            owner = self.store.compare_set(f"gpu/{uuid}", "", own).decode()
-            if owner != own:
-                raise UsageError(
-                    f"ranks {owner} and {own} have the same GPU: give each rank one (srun"
-                    " --gpus-per-task=1, CUDA_VISIBLE_DEVICES), or try --backend gloo"
-                )
-        # After a timeout NCCL's watchdog would abort the process, while this rank still asks who is
-        # lost. With 0 (NoHandling in ProcessGroupNCCL.hpp) it writes the flight recorder, and notes
-        # the error, which ``_watch`` reads. With 2 it ends the collective with wrong numbers.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        # A connection is busy while a thread waits for a key. This rank still needs its own.
-        store = self.store.clone()
-        store.set_timeout(timedelta(seconds=self.rdzv_timeout))
-        return store
 
     def _watch(self) -> None:
-        """End this process if its main thread waits in C++ for what will not come."""
-        begin = time.monotonic()
-        while not self.has_failed and not dist.is_initialized():
-            is_told, number = self.is_told.wait(4 * POLL_SECONDS), signals.received()
+        begin = time.monotonic()  # of the wait
+        while not self.has_ended and not dist.is_initialized():
+            is_over, number, is_waiting = self.is_over.wait(4 * POLL_SECONDS), 0, _waits_for_group()
+            if is_waiting:
+                number = signals.received()
+            else:
+                begin = time.monotonic()  # the script may still prepare its data
             is_late = time.monotonic() - begin > self.rdzv_timeout
             # The group may have been made meanwhile, and whoever waits in a step hears by itself.
-            if not dist.is_initialized() and (is_told or number or is_late):
-                self._end(number, f"no process group after {self.rdzv_timeout:.0f} s" * is_late)
-        while not self.has_failed and dist.is_initialized():
+            if not dist.is_initialized() and (is_over or number or is_late):
+                reason = f"no process group after {self.rdzv_timeout:.0f} s" if is_late else ""
+                self._end(number, reason)
+        while not self.has_ended and dist.is_initialized():
             time.sleep(4 * POLL_SECONDS)
             # A main thread that can notice a failure by itself has time to do so.
-            if self._has_nccl_failed() or time.monotonic() - self.told_at > BUSY_SECONDS:
+            if self._has_nccl_failed() or time.monotonic() - self.over_since > BUSY_SECONDS:
                 self._end()
 
     def _end(self, number: int = 0, reason: str = "") -> None:
@@ -126,12 +136,12 @@ class Job:
             number: of a stop signal. It is what the process ends with if no other rank is lost.
         """
         has_group = dist.is_initialized()
-        self._call_roll(not number, 2 * ROLL_SECONDS if number else FIND_SECONDS)
+        self._ask_all(not number, 2 * HEARTBEAT_SECONDS if number else FIND_SECONDS)
         error: UserError = self._name_lost(reason, "while it waited")
-        if number and (not self.verdict or self.verdict[2].startswith(STOPPED)):
+        if number and (self.report is None or self.report.cause.startswith(STOPPED)):
             error = Stopped(number)
-            error.reported_elsewhere = self.rank != self.meeting.mates[0]
-        if not self.has_failed and dist.is_initialized() == has_group:
+            error.reported_elsewhere = self.rank != self.peers.local_ranks[0]
+        if not self.has_ended and dist.is_initialized() == has_group:
             signals.end_at_once(error)
 
     def _has_nccl_failed(self) -> bool:
@@ -143,15 +153,15 @@ class Job:
         return False
 
     def _watch_next(self) -> None:
-        """Call the roll when the process of the next rank ends."""
+        """Ask all ranks for a heartbeat when the process of the next rank ends."""
         with suppress(OSError):  # there is a firewall
-            connection = socket.create_connection(self.meeting.next)
+            connection = socket.create_connection(self.peers.next)
             with suppress(ConnectionResetError):
                 connection.recv(1)
-            self._call_roll(has_failed=False)
+            self._ask_all(has_failed=False)
 
-    def _call_roll(self, has_failed: bool, seconds: float = 0.0) -> None:
-        """Let all ranks say that they live, and wait until rank 0 has found out who does not.
+    def _ask_all(self, has_failed: bool, seconds: float = 0.0) -> None:
+        """Ask all ranks for a heartbeat, and wait until rank 0 has found out who gives none.
 
         Args:
             has_failed: whether this rank has noticed a failure.
@@ -159,52 +169,60 @@ class Job:
         """
         with suppress(OSError, RuntimeError):  # rank 0 is stopped or gone
             # Unlike ``set`` and ``append``, ``add`` is answered.
-            call_within(self.meeting.patience, self.store.add, "roll_call", 1)
+            call_within(self.peers.store_timeout, self.store.add, "heartbeat", 1)
             if has_failed:
                 self.store.append("failed", f"{self.rank} ")
-            self.is_told.wait(seconds)
+            self.is_over.wait(seconds)
 
     def _answer(self) -> None:
-        """Say that this process lives when a rank calls the roll, and read who is lost.
-
-        On rank 0 find that out. Of the ranks that did not notice a failure, one that does not
-        answer is gone or stalled. If some noticed one and all answer, the others are busy, or wait
-        for something else.
-        """
+        """Give a heartbeat when a rank asks for it, and read who is lost."""
         with suppress(RuntimeError):  # the store ends with rank 0
             store = self.store.clone()
-            store.wait(["roll_call"], timedelta(days=1000))
+            store.wait(["heartbeat"], timedelta(days=1000))
             store.append("alive", f"{self.rank} ")
-            everyone, known, last = {*range(self.world_size)}, -1, 0.0
-            while self.rank == 0 and not store.check(["lost"]):
-                failed, alive = read_ranks(store, "failed"), read_ranks(store, "alive")
-                if len(failed) + len(alive) > known:
-                    known, last = len(failed) + len(alive), time.monotonic()
-                absent = everyone - failed - alive
-                end = last + (ROLL_SECONDS if absent else BUSY_SECONDS)
-                if failed == everyone or (time.monotonic() > end and (absent or failed)):
-                    self._write_lost(absent or everyone - failed)
-                time.sleep(POLL_SECONDS)
-            ranks, _, cause, _ = told = json.loads(store.get("lost"))
+            if self.rank == 0:
+                self._find_lost(store)
+            report = Report(**json.loads(store.get("report")))
             # A rank that says why it ends is still there, and reads this, too.
-            readers = self.world_size - (0 if cause else len(ranks))
-            is_reported = read_by_all(self.meeting, "lost", readers, self.rank not in ranks)
-            self.verdict = [*told, is_reported]
-        self.told_at = time.monotonic()
-        self.is_told.set()
+            readers = self.world_size - (0 if report.cause else len(report.ranks))
+            speaks = self.rank not in report.ranks
+            self.is_reported_elsewhere = read_by_all(self.peers, "report", readers, speaks)
+            self.report = report
+        self.over_since = time.monotonic()
+        self.is_over.set()
 
-    def _write_lost(self, ranks: set[int], error: Exception | None = None) -> None:
+    def _find_lost(self, store: Any) -> None:
+        """Find out as rank 0 who is lost, and report it, unless another rank does.
+
+        Of the ranks that did not notice a failure, one that gives no heartbeat is gone or stalled.
+        If some noticed one and all answer, the others are busy, or wait for something else.
+        """
+        everyone, known, last = {*range(self.world_size)}, -1, 0.0
+        while not store.check(["report"]):
+            failed, alive = read_ranks(store, "failed"), read_ranks(store, "alive")
+            if len(failed) + len(alive) > known:
+                known, last = len(failed) + len(alive), time.monotonic()
+            absent = everyone - failed - alive
+            end = last + (HEARTBEAT_SECONDS if absent else BUSY_SECONDS)
+            if failed == everyone or (time.monotonic() > end and (absent or failed)):
+                self._write_report(absent or everyone - failed)
+            time.sleep(POLL_SECONDS)
+
+    def _write_report(self, ranks: set[int], error: Exception | None = None) -> None:
         """Write for all ranks who is lost, and after which error of its own, if that is known.
 
         What another rank has written before stands.
         """
-        cause = str(error) if isinstance(error, UserError) else describe(error) if error else ""
-        names = f"rank {name(self.store, sorted(ranks))}" if ranks else "no rank"
-        lost = [sorted(ranks)[:MAX_SHOWN], names, cause, isinstance(error, UsageError)]
-        self.store.compare_set("lost", "", json.dumps(lost))
-        self.store.add("roll_call", 1)  # all ranks read it, also those that wait for the group
+        report = Report(sorted(ranks)[:MAX_SHOWN], "no rank")
+        if ranks:
+            report.names = f"rank {name_ranks(self.store, sorted(ranks))}"
+        if error is not None:
+            report.cause = str(error) if isinstance(error, UserError) else describe(error)
+            report.is_usage = isinstance(error, UsageError)
+        self.store.compare_set("report", "", json.dumps(vars(report)))
+        self.store.add("heartbeat", 1)  # all ranks read it, also those that wait for the group
 
-    def explain(self, error: Exception, step: int | None = None) -> Exception:
+    def explain(self, error: Exception) -> Exception:
         """Return a ``LostRank`` for a backend's error, and any other error as it is.
 
         A mistake that another rank has found (a ``UsageError``) is one of the whole job. So it is
@@ -213,37 +231,51 @@ class Job:
         An error of this rank's own is written for the other ranks, which will miss this rank.
 
         Args:
-            error: an error in the run, or in ``init_process_group``.
-            step: optimizer steps of the run until then, or None before and after training.
+            error: an error in the script. A note says at which step, if training had begun.
         """
-        if self.has_failed:
+        if self.has_ended:
             return error
-        self.has_failed, text = True, str(error)
+        self.has_ended, text = True, str(error)
         is_of_backend = isinstance(error, RuntimeError) and any(w in text for w in OF_BACKEND)
         # What is computed from a collective that failed is wrong, and so is an error about it.
         if is_of_backend or isinstance(error, dist.DistError) or self._has_nccl_failed():
             reason = re.sub(r"^\[\S*\] ", "", text.partition("\n")[0]).partition(". ")[0]
-            when = "before or after training" if step is None else f"at step {step}"
-            self._call_roll(True, FIND_SECONDS)
-            return self._name_lost(reason, when)
+            steps = [n for n in getattr(error, "__notes__", ()) if n.startswith("at step ")]
+            self._ask_all(True, FIND_SECONDS)
+            return self._name_lost(reason, steps[0] if steps else "before or after training")
         with suppress(OSError, RuntimeError):  # the store has ended with rank 0
-            call_within(self.meeting.patience, self._write_lost, {self.rank}, error)
-            self.is_told.wait(BUSY_SECONDS)  # on rank 0, until the others have read it
+            call_within(self.peers.store_timeout, self._write_report, {self.rank}, error)
+            self.is_over.wait(BUSY_SECONDS)  # on rank 0, until the others have read it
         return error
 
     def _name_lost(self, reason: str, when: str) -> UserError:
         """Return the error of this rank, which has failed since others are lost."""
-        # If the store does not answer, rank 0 is gone or stopped.
-        gone = [0], f"rank {self.meeting.main}", "", False, self.rank != self.meeting.mates[-1]
-        ranks, names, cause, is_usage, is_reported = self.verdict or gone
-        if is_usage:
-            usage = UsageError(cause)
-            usage.reported_elsewhere = self.rank != self.meeting.mates[0]
+        report, is_reported = self.report, self.is_reported_elsewhere
+        if report is None:  # the store does not answer: rank 0 is gone or stopped
+            report = Report([0], f"rank {self.peers.main}")
+            is_reported = self.rank != self.peers.local_ranks[-1]
+        if report.is_usage:
+            usage = UsageError(report.cause)
+            usage.reported_elsewhere = self.rank != self.peers.local_ranks[0]
             return usage
-        text = f"rank {self.rank} lost {names} {when}: "
-        text += cause or ADVICE[bool(ranks), dist.is_initialized()]
-        if self.rank in ranks:
+        cause = report.cause
+        if not cause and dist.is_initialized():
+            cause = LOST_IN_TRAINING if report.ranks else OUT_OF_STEP
+        elif not cause:
+            cause = LOST_BEFORE_GROUP if report.ranks else NO_CONNECTION
+        text = f"rank {self.rank} lost {report.names} {when}: {cause}"
+        if self.rank in report.ranks:
             text = f"rank {self.rank} was slower than --timeout: the others went on without it"
-        lost = LostRank(text + f" ({reason})" * bool(reason))
-        lost.ranks, lost.reported_elsewhere = ranks, is_reported
+        lost = LostRank(f"{text} ({reason})" if reason else text)
+        lost.ranks, lost.reported_elsewhere = report.ranks, is_reported
         return lost
+
+
+def _waits_for_group() -> bool:
+    """Return whether the main thread is in ``init_process_group``.
+
+    PyTorch has no flag for it, so look at the functions that are being called. Until then the
+    script may prepare data, which may take any time.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return any(f.f_code.co_name == "init_process_group" for f, _ in traceback.walk_stack(frame))

@@ -12,53 +12,55 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from utils import errors
 from utils.cluster import children, rank_info
+from utils.cluster.addresses import Address, AgentStore
 from utils.cluster.calls import call_within
 from utils.cluster.job import Job, LostRank
-from utils.cluster.meeting import Meeting, Member, RendezvousError, meet
-from utils.cluster.places import Address, AgentStore, File
-from utils.cluster.rank_info import RankInfo
-from utils.device import import_dynamo, openmp_threads, select_devices, usable_cores
+from utils.cluster.rank_info import MANAGED, RankInfo
+from utils.cluster.rendezvous import Peer, Peers, RendezvousError, meet
+from utils.device import openmp_threads, select_devices, usable_cores
 from utils.errors import UsageError, UserError
 from utils.signals import Stopped
 from utils.training import config
 
 DESTROY_SECONDS = 5.0  # to destroy the process group after a failure
 
-Train = Callable[[argparse.Namespace, Job], int]
+Train = Callable[[argparse.Namespace], int]
 
 
 def launch(train: Train, args: argparse.Namespace) -> int:
     """Find out how this process was started, meet the other ranks, and call ``train``.
 
-    Whatever the launcher, ``train`` finds RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE in the
-    environment, and in OMP_NUM_THREADS this rank's share of the cores. After an error in ``train``
-    the process group is destroyed here. One rank of several ends here, and does not return.
+    Whatever the launcher, ``train`` finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT in the environment, where ``init_process_group`` looks for them, and
+    in OMP_NUM_THREADS this rank's share of the cores. After an error in ``train`` the process group
+    is destroyed here. One rank of several ends here, and does not return.
 
     Args:
-        train: called with ``args`` and the ``Job``.
+        train: called with a copy of ``args`` whose ``backend`` is the one to use. ``given`` of the
+            copy holds the flags as the user gave them.
         args: as ``config.parse_args`` returns them.
 
     Returns:
         The exit status.
     """
     if args.nprocs is not None:
-        return errors.guard(children.spawn, partial(_run_rank, train, args), args)
+        return errors.guard(children.spawn, partial(_run_rank, train, args), args.nprocs)
     return _run_rank(train, args)
 
 
 def _run_rank(train: Train, args: argparse.Namespace, given: RankInfo | None = None) -> int:
     def start() -> int:
-        found = given or rank_info.read_rank_info(args)
-        os.environ.update(RANK=str(found.rank), WORLD_SIZE=str(found.world_size))
-        if found.launcher in ("torchrun", "mpirun"):  # others may outlive their shell
-            rank_info.die_with_launcher(found)
+        info = given or rank_info.read_rank_info()
+        os.environ.update(RANK=str(info.rank), WORLD_SIZE=str(info.world_size))
+        if info.launcher in MANAGED and info.launcher != "slurm":  # others may outlive their shell
+            rank_info.die_with_launcher(info)
         try:
-            return _meet_and_train(train, args, found)
+            return _meet_and_train(train, args, info)
         except UserError as error:
-            is_managed = found.launcher in rank_info.MANAGED
+            is_managed = info.launcher in MANAGED
             if isinstance(error, Stopped) and is_managed:
                 error.exit_status = 0
-            error.reported_elsewhere = _is_reported(error, found)
+            error.reported_elsewhere = _is_reported(error, info)
             if error.reported_elsewhere and error.exit_status and is_managed:
                 errors.let_another_rank_report()
             raise
@@ -66,28 +68,35 @@ def _run_rank(train: Train, args: argparse.Namespace, given: RankInfo | None = N
     # torchrun's report shows an error that passes ``record`` with its traceback. Only bugs pass it.
     status = record(errors.guard)(start) or 0
     if given is None and os.environ.get("WORLD_SIZE", "1") != "1":
-        children.end_process(status)
+        errors.end_process(status)
     return status
 
 
 def _meet_and_train(train: Train, args: argparse.Namespace, info: RankInfo) -> int:
-    job = _meet(args, info)
-    import_dynamo()  # otherwise DDP's constructor does it, more slowly
+    backend = choose_backend(args.backend, select_devices(args.device, args.devices)[0])
+    peers = _meet(args, info, backend)
+    if backend == "nccl":  # the sums of metrics and all objects still go over the CPU
+        backend = "cpu:gloo,cuda:nccl"
+    job = Job(peers, args.rdzv_timeout, backend)
+    flags = vars(args) | {"backend": backend, "given": vars(args)}
+    job.watch()
     try:
-        status = train(args, job)
-    except Exception as error:
-        explained = job.explain(error)
+        status = train(argparse.Namespace(**flags))
+    except (Exception, SystemExit) as raised:
+        error = job.explain(errors.explain(raised))
+        errors.call_before_end(error)
         with suppress(Exception):  # there is none, or other ranks do not answer
             call_within(DESTROY_SECONDS, dist.destroy_process_group)
-        if explained is error:
+        if error is raised:
             raise
-        raise explained from error
+        raise error from raised
+    job.has_ended = True
     # A launcher treats any other status as a crash, and may start a stopped run again.
-    return 0 if info.launcher in rank_info.MANAGED and status > 128 else status
+    return 0 if info.launcher in MANAGED and status > 128 else status
 
 
 def _is_reported(error: UserError, info: RankInfo) -> bool:
-    """Return whether another rank of this host prints the same error, since one line is enough.
+    """Return whether another rank of this machine prints the same error: one line is enough.
 
     Ranks that are started by hand have a terminal each. The ranks of a launcher share one.
     """
@@ -99,30 +108,43 @@ def _is_reported(error: UserError, info: RankInfo) -> bool:
     return bool(info.local_rank) and (error.exit_status != 1 or error.reported_elsewhere)
 
 
-def _meet(args: argparse.Namespace, info: RankInfo) -> Job:
+def _meet(args: argparse.Namespace, info: RankInfo, backend: str) -> Peers:
     """Find the other ranks, agree with them on what has to agree, and set the environment.
 
     Raises:
-        UsageError: the backend or the device does not exist.
         RendezvousError: ranks are missing, were started twice, or do not belong together.
     """
-    backend = choose_backend(args.backend, select_devices(args.device, args.devices)[0])
     facts = {"WORLD_SIZE": info.world_size, **config.shared(args)}
     facts |= {"torch": torch.__version__, "backend": backend}
-    own = Member(info.rank, {name: str(value) for name, value in facts.items()})
-    met = Meeting(own, info.world_size, own)
-    if info.world_size > 1:
-        place = _meeting_place(args.init_method, info)
-        met = meet(place, own, info.world_size, args.rdzv_timeout)
-    # tcp:// and file:// give no local rank.
-    local_rank = met.mates.index(info.rank) if info.local_rank is None else info.local_rank
-    local_world_size = info.local_world_size or len(met.mates)
-    os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_world_size))
-    if met.interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", met.interface)
-    share_cores(info, met.sharing_cores)
-    # With nccl, the sums of metrics and all objects still go over the CPU.
-    return Job(met, args.rdzv_timeout, "cpu:gloo,cuda:nccl" if backend == "nccl" else backend)
+    own = Peer(info.rank, {name: str(value) for name, value in facts.items()})
+    peers = meet(_find_place(info), own, info.world_size, args.rdzv_timeout)
+    local_rank, local_world_size = info.local_rank, info.local_world_size
+    if local_rank is None:  # nobody but the ranks themselves knows
+        local_rank = peers.local_ranks.index(info.rank)
+    address, port = peers.address
+    os.environ.update(
+        LOCAL_RANK=str(local_rank),
+        LOCAL_WORLD_SIZE=str(local_world_size or len(peers.local_ranks)),
+        MASTER_ADDR=address,
+        MASTER_PORT=str(port),
+        # Or ``init_process_group`` would take MASTER_PORT for the port of torchrun's own store. In
+        # that one a restarted rank may find addresses of the attempt before.
+        TORCHELASTIC_USE_AGENT_STORE="False",
+    )
+    if peers.interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", peers.interface)
+    share_cores(info, peers.sharing_cores)
+    return peers
+
+
+def _find_place(info: RankInfo) -> Address:
+    """Return where rank 0 is to be found."""
+    if info.world_size == 1:
+        return Address("127.0.0.1", 0)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return AgentStore(info.master_addr, info.master_port)
+    is_given = info.master_addr == os.environ.get("MASTER_ADDR", "").strip()
+    return Address(info.master_addr, info.master_port, "MASTER_ADDR" if is_given else "")
 
 
 def choose_backend(backend: str, device: torch.device) -> str:
@@ -159,15 +181,3 @@ def share_cores(info: RankInfo, ranks: int) -> None:
     """
     if openmp_threads() in (0, int(info.launcher == "torchrun")):
         os.environ["OMP_NUM_THREADS"] = str(max(1, usable_cores() // ranks))
-
-
-def _meeting_place(init_method: str, info: RankInfo) -> Address:
-    kind, _, where = init_method.partition("://")
-    if kind == "file":
-        return File(where)
-    if kind == "tcp":
-        address, _, port = where.rpartition(":")
-        return Address(address.strip("[]"), int(port), "--init-method")
-    place = AgentStore if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else Address
-    is_given = info.master_addr == os.environ.get("MASTER_ADDR", "").strip()
-    return place(info.master_addr, info.master_port, "MASTER_ADDR" * is_given)

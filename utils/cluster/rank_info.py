@@ -1,24 +1,47 @@
 """How this process was started: by which launcher, and as which rank."""
 
-import argparse
 import os
 import re
 import signal
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from utils import signals
 from utils.errors import UsageError
 
 DEFAULT_PORT = 29500
-MANAGED = ("torchrun", "slurm", "mpirun")  # they treat a stopped rank as a crashed one
 
-# The names of each launcher for rank, world size, local rank and local world size.
-NAMES = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
-    "mpirun": tuple(f"OMPI_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+
+class Names(NamedTuple):
+    """The variables in which a launcher gives these numbers. Empty where it gives none."""
+
+    rank: str
+    world_size: str
+    local_rank: str = ""
+    local_world_size: str = ""
+
+
+# Launchers that treat a stopped rank as a crashed one. mpich is any launcher that speaks PMI:
+# MPICH's, Intel MPI's, or srun with --mpi=pmi2. pals is HPE's mpiexec.
+MANAGED = {
+    "torchrun": Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "slurm": Names("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    "mpirun": Names(
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "mvapich": Names(
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "pals": Names("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    "mpich": Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 
 
@@ -27,11 +50,11 @@ class RankInfo:
     """What the launcher says about this process.
 
     Attributes:
-        launcher: ``torchrun``, ``spawn``, ``slurm``, ``mpirun``, ``environment`` (variables or
-            flags given by hand) or ``alone``.
+        launcher: one of ``MANAGED``, ``spawn``, ``environment`` (variables set by hand) or
+            ``alone``.
         rank: of this process, among ``world_size``.
-        local_rank: its number on this node, among ``local_world_size``. Both are None if only the
-            meeting of all ranks can tell.
+        local_rank: its number on this machine, among ``local_world_size``. Both are None if only
+            the rendezvous of all ranks can tell.
         master_addr: address of rank 0, with ``master_port``.
     """
 
@@ -44,43 +67,59 @@ class RankInfo:
     master_port: int = DEFAULT_PORT
 
 
-def read_rank_info(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> RankInfo:
-    """Return what the launcher's variables and the flags say.
+def read_rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
+    """Return what the launcher's variables say.
 
     Raises:
         UsageError: variables are missing or contradict each other.
     """
-    launcher = _identify(args, environ)
+    launcher = _identify(environ)
     if launcher == "alone":
         return RankInfo(launcher)
-    names = NAMES.get(launcher, NAMES["torchrun"])
-    rank, world_size, local_rank, local_world_size = (_number(environ, name) for name in names)
-    # The job's name under mpirun, and an address without the space that a file may put there.
-    job, address = environ.get("PMIX_NAMESPACE", ""), environ.get("MASTER_ADDR", "").strip()
+    names = MANAGED.get(launcher, MANAGED["torchrun"])
+    rank, world_size = _number(environ, names.rank), _number(environ, names.world_size)
+    if rank is None or world_size is None:
+        given, missing = names.rank, names.world_size
+        if rank is None:
+            given, missing = missing, given
+        raise UsageError(f"{given} is set and {missing} is not: set both, or use torchrun")
+    if rank >= world_size:
+        problem = f"{names.rank}={rank} is not below {names.world_size}={world_size}"
+        raise UsageError(f"{problem}: ranks count from 0")
+    # A file of settings may leave a space in the address.
+    address = environ.get("MASTER_ADDR", "").strip()
+    job = environ.get("PMIX_NAMESPACE", "") or environ.get("PALS_APID", "")
     if launcher == "slurm":
         address = address or _first_slurm_host(environ)
         # All tasks of this step have the same name. A step beside it has another one.
         job = f"{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
-    if args.rank is not None:
-        rank, world_size = args.rank, args.world_size
-    if rank is None or world_size is None:
-        missing, other = names[:2] if rank is None else names[1::-1]
-        raise UsageError(f"{other} is set and {missing} is not: set both, or use torchrun")
-    if rank >= world_size:
-        raise UsageError(f"RANK={rank} is not below WORLD_SIZE={world_size}: ranks count from 0")
-    sizes, port = (rank, world_size, local_rank, local_world_size), read_port(environ, job)
-    return RankInfo(launcher, *sizes, address or "127.0.0.1", port)
+    return RankInfo(
+        launcher,
+        rank,
+        world_size,
+        _number(environ, names.local_rank),
+        _number(environ, names.local_world_size),
+        address or "127.0.0.1",
+        _read_port(environ, job),
+    )
 
 
-def _identify(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
+def _identify(environ: Mapping[str, str]) -> str:
+    """Return the launcher that started this process itself."""
     if "TORCHELASTIC_RUN_ID" in environ:
         return "torchrun"
-    if "RANK" in environ or "WORLD_SIZE" in environ or args.rank is not None:
+    if "RANK" in environ or "WORLD_SIZE" in environ:
         return "environment"
-    # In the batch script itself SLURM_PROCID is set too, but no step has started.
-    if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
+    # Inside a job of Slurm these start their helpers with srun. Their ranks inherit its variables.
+    for launcher in ("mpirun", "mvapich", "pals"):
+        if MANAGED[launcher].rank in environ:
+            return launcher
+    # srun itself sets PMI_RANK, too, but not the local rank. In the batch script itself
+    # SLURM_PROCID is set, but no step has started.
+    has_step = "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ
+    if has_step and MANAGED["mpich"].local_rank not in environ:
         return "slurm"
-    return "mpirun" if "OMPI_COMM_WORLD_RANK" in environ else "alone"
+    return "mpich" if MANAGED["mpich"].rank in environ else "alone"
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:
@@ -91,7 +130,7 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
     return None if text is None else int(text)
 
 
-def read_port(environ: Mapping[str, str], job: str = "") -> int:
+def _read_port(environ: Mapping[str, str], job: str) -> int:
     """Return MASTER_PORT. If it is not set, the name of the job, if any, chooses a port."""
     port = _number(environ, "MASTER_PORT")
     if port is None:
@@ -111,8 +150,8 @@ def _first_slurm_host(environ: Mapping[str, str]) -> str:
 def die_with_launcher(info: RankInfo) -> None:
     """Get a signal when the launcher dies.
 
-    SIGTERM is a stop request, on which all ranks agree. If the job has other nodes, the signal is
-    SIGKILL. The other nodes then notice a failure and start again, instead of stopping.
+    SIGTERM is a stop request, on which all ranks agree. If the job has other machines, the signal
+    is SIGKILL. The other machines then notice a failure and start again, instead of stopping.
     """
-    is_one_node = info.local_world_size == info.world_size
-    signals.die_with_parent(signal.SIGTERM if is_one_node else signal.SIGKILL)
+    is_one_machine = info.local_world_size == info.world_size
+    signals.die_with_parent(signal.SIGTERM if is_one_machine else signal.SIGKILL)

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -10,16 +9,15 @@ from typing import Any, NoReturn
 
 import models
 from data import SOURCES
-from utils import errors
-from utils.optim import RULES
+from utils import errors, output, signals
+from utils.optim import REFERENCE_BATCH, RULES
 
-DEFAULT_BATCH_SIZE = 96
 PATH = os.path.expanduser  # a shell leaves the ~ of --run-dir=~/x
 SMALL = 1e-12  # in place of 0, which makes no sense
 LARGE = 2**53  # beyond which a float does not hold every whole number
 # Flags that may differ between hosts: hardware, folders, places, and what rank 0 alone reads.
 OF_ONE_HOST = """device devices threads num_workers data_on_device data_dir run_dir resume progress
-tensorboard log_every init_method rank world_size local_rank nprocs nnodes node_rank"""
+tensorboard log_every local_rank nprocs"""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -75,13 +73,15 @@ def build_parser(technique: str, description: str | None) -> argparse.ArgumentPa
     add("--num-workers", type=COUNT, default=0, help="loader workers of each process")
     add("--augment", action=argparse.BooleanOptionalAction, default=True, help="random shift")
     add("--data-on-device", action=argparse.BooleanOptionalAction, help="default: if it is small")
+    # The result does not depend on it. 500 images fit a CPU's cache.
+    add("--eval-batch-size", type=SIZE, default=500, help="of an evaluation, per device")
 
     add = parser.add_argument_group("training").add_argument
     add("--model", choices=list(models.MODELS), default="convnet")
     add("--epochs", type=POSITIVE, default=1, help="length of the run, 0.5 is half an epoch")
     add("--max-steps", type=SIZE, help="end after this many optimizer steps")
-    add("--batch-size", type=SIZE, default=DEFAULT_BATCH_SIZE, help="per device and micro-step")
-    add("--lr", type=POSITIVE, default=0.1, help=f"peak, at a global batch of {DEFAULT_BATCH_SIZE}")
+    add("--batch-size", type=SIZE, default=REFERENCE_BATCH, help="per device and micro-step")
+    add("--lr", type=POSITIVE, default=0.1, help=f"peak, at a global batch of {REFERENCE_BATCH}")
     add("--lr-scaling", choices=RULES, default=RULES[0], help="how the rate follows the batch")
     add("--momentum", type=FRACTION, default=0.9)
     add("--weight-decay", type=NON_NEGATIVE, default=5e-4)
@@ -117,13 +117,8 @@ def build_parser(technique: str, description: str | None) -> argparse.ArgumentPa
     if technique == "ddp":
         add = parser.add_argument_group("DistributedDataParallel").add_argument
         add("--backend", choices=["auto", "nccl", "gloo", "mpi"], default="auto")
-        add("--init-method", default="env://", help="env://, tcp://host:port or file:///path")
-        add("--rank", type=COUNT, help="rank of this process, without a launcher")
-        add("--world-size", type=RANKS, help="number of ranks, goes with --rank")
         add("--local-rank", "--local_rank", type=COUNT, help=argparse.SUPPRESS)
         add("--nprocs", type=RANKS, help="start this many processes, without a launcher")
-        add("--nnodes", type=RANKS, default=1, help="number of nodes, goes with --nprocs")
-        add("--node-rank", type=COUNT, default=0, help="number of this node, from 0")
         add("--rdzv-timeout", type=SECONDS, default=120.0, help="seconds to wait for all ranks")
         add("--timeout", type=SECONDS, default=600.0, help="seconds that a collective may take")
         add("--sync-bn", action="store_true", help="batch statistics over all ranks")
@@ -137,17 +132,23 @@ def parse_args(
 ) -> argparse.Namespace:
     """Parse and check the command line. On an error print one line and exit with status 2.
 
+    Stop signals are noted from here on, and output that nobody reads does not end the script.
+
     Args:
         script: the file ``train_<technique>.py``.
         description: its docstring.
         argv: the arguments, or None for those of this process.
     """
+    output.protect()
+    signals.install_handlers()
     technique = Path(script).stem.removeprefix("train_")
     parser = build_parser(technique, description)
     args = parser.parse_args(argv)
     args.technique = technique
     if problem := find_conflict(args):
         parser.error(problem)
+    if args.num_workers:
+        args.data_on_device = False  # where a loader worker could not read it
     return args
 
 
@@ -171,16 +172,4 @@ def find_conflict(args: argparse.Namespace) -> str | None:
         return "--data-on-device leaves nothing for loader processes to do: drop --num-workers"
     if args.compile and hasattr(args, "replicas"):
         return "--compile has no effect on DataParallel's copies of the model: use DDP, or drop it"
-    if args.technique != "ddp":
-        return None
-    if (args.rank is None) != (args.world_size is None):
-        return "--rank and --world-size go together"
-    if args.node_rank >= args.nnodes:
-        return f"--node-rank {args.node_rank} is not below --nnodes {args.nnodes}: nodes start at 0"
-    if args.nprocs is None and args.nnodes > 1:
-        return "--nnodes and --node-rank go with --nprocs; torchrun has its own"
-    if args.nprocs is not None and args.rank is not None:
-        return "--nprocs numbers its processes itself: drop --rank and --world-size"
-    if not re.fullmatch(r"env://|tcp://[^/]+:[1-9]\d{0,4}|file:///.+", args.init_method):
-        return f"--init-method {args.init_method} is not env://, tcp://host:port or file:///path"
     return None

@@ -8,24 +8,28 @@ from torch import nn
 
 import data
 import models
+from utils import signals
 from utils.datasets.loader import batches
-from utils.device import Precision
 from utils.metrics import Metrics
 
 
 @torch.no_grad()
 def evaluate(
-    raw_model: nn.Module, loader: Iterable[Any], transform: data.Transform, precision: Precision
+    raw_model: nn.Module, loader: Iterable[Any], transform: data.Transform, autocast: torch.autocast
 ) -> Metrics:
     """Return the sums of what ``models.loss_and_counts`` counts over the loader's samples.
 
     The model is the unwrapped one, because a forward of DDP may be a collective. Each rank may have
-    a different number of batches, or none.
+    a different number of batches, or none. A stop signal ends the evaluation on the rank that got
+    it, and the sums say so: once they are added up, every rank knows.
     """
     raw_model.eval()
     metrics = Metrics(transform.device)
-    for images, targets in batches(loader):
-        images, targets = transform(images, targets)
-        with precision.autocast():
-            metrics.update(*models.loss_and_counts(raw_model(images), targets))
+    for batch in batches(loader):
+        if signals.received():
+            metrics.interrupt()
+            break
+        inputs, targets = transform(batch)
+        with autocast:
+            metrics.update(*models.loss_and_counts(raw_model(inputs), targets))
     return metrics

@@ -2,7 +2,9 @@
 
 import json
 import re
+import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,6 @@ from utils.training.progress import Progress
 # tqdm's own lock is a semaphore between processes. A rank that ends at once would leave it behind.
 tqdm.set_lock(threading.RLock())
 
-AVERAGE = re.compile("(train|test)_(?!correct$|count$)")  # a name in a row of metrics.jsonl
 ROW = re.compile(rb'(?m)^\{"epoch": ([0-9]+), .*\}\n')  # a complete one: a kill can cut the last
 FEW_STEPS = 100  # fewer get a line, since large batches need as many steps as small ones
 
@@ -38,11 +39,12 @@ class Logger:
         self.tensorboard, self.show_bar = tensorboard and is_main, show_bar and is_main
         self.bar = tqdm(disable=True)  # until an epoch begins
         self.writer: Any = None
+        self.has_head = False  # of the table
         if is_main:
             self._cut_metrics()
 
     def header(self, facts: dict[str, Any], note: str) -> None:
-        """Print what the run consists of, and the head of its table. Open TensorBoard's file."""
+        """Print what the run consists of, and open TensorBoard's file."""
         if not self.is_main:
             return
         devices = f"{facts['num_devices']} x " if facts["num_devices"] > 1 else ""
@@ -65,13 +67,7 @@ class Logger:
             lines["note"] = note
         for name, value in lines.items():
             print(f"{name:<8}{value}")
-        # The table is narrow enough for half a screen.
-        print(
-            f"{'':5} {'--- train ---':>13} {'---- test ---':>13}\n"
-            f"epoch {'loss':>6} {'acc':>6} {'loss':>6} {'acc':>6} {'images/s':>8} {'time':>6}",
-            flush=True,
-        )
-
+        sys.stdout.flush()
         if self.tensorboard and not self.progress.is_finished:
             # Imported where it is used, and before a step is timed: a GPU makes hundreds meanwhile.
             from torch.utils.tensorboard import SummaryWriter
@@ -100,24 +96,42 @@ class Logger:
         self._scalars({f"running_mean_rank_0/{name}": value for name, value in averages.items()})
         self._scalars({"step/learning_rate": learning_rate})
 
-    def evaluated(self, row: dict[str, Any]) -> None:
-        """Log an evaluation: a row of the table and of metrics.jsonl, and the epoch's curves."""
+    def evaluated(self, row: dict[str, Any], parts: Sequence[str]) -> None:
+        """Log an evaluation: a row of the table and of metrics.jsonl, and the epoch's curves.
+
+        Args:
+            row: the averages and counts of ``train`` and of each part, and others.
+            parts: the names of what was evaluated. The first one stands in the table.
+        """
         if not self.is_main:
             return
         with open(self.folder / "metrics.jsonl", "a") as file:
             file.write(f"{json.dumps(row)}\n")
-        averages = {k: v for k, v in row.items() if AVERAGE.match(k)}
+        is_average = re.compile(f"({'|'.join(['train', *parts])})_(?!correct$|count$)").match
+        averages = {name: value for name, value in row.items() if is_average(name)}
+        columns = ["train", *parts[:1]]
+        if not self.has_head:
+            self.has_head = True
+            self._print_head(columns)
         self._scalars({name.replace("_", "/", 1): value for name, value in averages.items()})
         speed = row["images_per_second"]
         self._scalars({"train/images_per_second": speed})
         cells = [f"{row['epoch']:>5}"]
-        for name in ("train_loss", "train_accuracy", "test_loss", "test_accuracy"):
-            value, form = averages.pop(name), ".2%" if "accuracy" in name else ".4f"
-            cells.append(f"{'-' if value is None else format(value, form):>6}")
+        for column in columns:
+            loss, accuracy = averages.pop(f"{column}_loss"), averages.pop(f"{column}_accuracy")
+            cells.append(f"{loss:>6.4f}")
+            cells.append(f"{'-' if accuracy is None else f'{accuracy:.2%}':>6}")
         cells += [f"{f'{speed:,.0f}' if speed else '-':>8}", f"{row['seconds']:>5.1f}s"]
         # What a project of one's own counts beside these.
-        cells += [f" {name} {value:.4f}" for name, value in averages.items()]
+        cells += [f" {name} {value:.4f}" for name, value in averages.items() if value is not None]
         print(" ".join(cells), flush=True)
+
+    def _print_head(self, columns: Sequence[str]) -> None:
+        """Print the head of the table, which is narrow enough for half a screen."""
+        names = [f"{f' {name} ':-^13}" for name in columns]
+        print(" ".join([f"{'':5}", *names]))
+        each = [f"{'loss':>6} {'acc':>6}"] * len(columns)
+        print(" ".join(["epoch", *each, f"{'images/s':>8}", f"{'time':>6}"]), flush=True)
 
     def say(self, text: str) -> None:
         """Print a line."""

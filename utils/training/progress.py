@@ -5,7 +5,7 @@ from typing import Any
 from utils.errors import UsageError
 
 # What a checkpoint keeps. It is counted in samples, so that any world size can resume.
-POSITION = ("epoch", "epoch_samples", "global_step", "evaluated_step", "train_sums", "test_sums")
+POSITION = ("epoch", "epoch_samples", "global_step", "evaluated_step", "train_sums", "evaluated")
 
 
 class Progress:
@@ -26,7 +26,7 @@ class Progress:
         global_step: optimizer steps.
         evaluated_step: ``global_step`` at the latest evaluation.
         train_sums: ``Metrics.totals`` of the current epoch, over all processes.
-        test_sums: the same of the latest evaluation.
+        evaluated: the same of the latest evaluation, by the part of the data (``test``).
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Progress:
         self.epoch = self.epoch_samples = self.global_step = 0
         self.evaluated_step = -1
         self.train_sums: dict[str, float] = {}
-        self.test_sums: dict[str, float] = {}
+        self.evaluated: dict[str, dict[str, float]] = {}
         self.epoch_size, self.global_batch_size = epoch_size, global_batch_size
         self.epochs, self.max_steps = epochs, max_steps
         samples = round(min(1.0, epochs) * epoch_size)
@@ -73,9 +73,11 @@ class Progress:
         self.epoch_samples += self.global_batch_size
         self.global_step += 1
 
-    def end_epoch(self, train_sums: dict[str, float], test_sums: dict[str, float]) -> None:
+    def end_epoch(
+        self, train_sums: dict[str, float], evaluated: dict[str, dict[str, float]]
+    ) -> None:
         """Note an evaluation, and begin the next epoch if no whole batch of this one is left."""
-        self.train_sums, self.test_sums = train_sums, test_sums
+        self.train_sums, self.evaluated = train_sums, evaluated
         self.evaluated_step = self.global_step
         self._close_epoch()
 

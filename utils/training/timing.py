@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch._C._profiler import _ExperimentalConfig
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from utils import early
 from utils.device import synchronize
@@ -109,15 +110,18 @@ class StepProfiler:
     """Record a few steady optimizer steps. Every rank writes a trace of its own.
 
     PyTorch itself names the loader, the forwards of DP and DDP, each operation and its backward,
-    collectives, and the optimizer. ``Precision`` names the forward.
+    collectives, and the optimizer. It has no name for the forward of a model without a wrapper.
 
     Args:
         run_dir: the trace is ``profile/rank<n>.json.gz`` in it.
         device: of this process.
         rank: of this process.
+        model: whose forward gets a name, or None.
     """
 
-    def __init__(self, run_dir: Path, device: torch.device, rank: int) -> None:
+    def __init__(
+        self, run_dir: Path, device: torch.device, rank: int, model: nn.Module | None
+    ) -> None:
         self.run_dir, self.device, self.rank = run_dir, device, rank
         self.report = f"profile: too few steps, it takes {FIRST_STEP} or more"
         activities = [ProfilerActivity.CPU]
@@ -136,6 +140,9 @@ class StepProfiler:
         )
         # A process of DP works on several devices. The time on this one counts.
         self.profile.preset_metadata_json("device", f'"{device}"')
+        self.model = model
+        if model is not None:
+            model.forward = record_function("forward")(model.forward)  # type: ignore[method-assign]
         self.profile.start()
 
     def step(self) -> None:
@@ -147,6 +154,8 @@ class StepProfiler:
     def finish(self) -> str:
         """End the recording, if the epoch did not outlast it, and return a line about it."""
         self.profile.stop()
+        if self.model is not None:
+            del self.model.forward  # the class has its own
         return self.report
 
     def _export(self, recorded: profile) -> None:

@@ -2,18 +2,14 @@
 
 import fcntl
 import json
-import secrets
 import socket
 import struct
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-
-from utils.files import replace_file
 
 AGENT_TIMEOUT = timedelta(seconds=5)  # for torchrun's store, which is there before the ranks
 SIOCGIFADDR = 0x8915  # netdevice(7)
@@ -23,14 +19,18 @@ class Address:
     """All ranks were given the address of rank 0.
 
     Args:
-        source: the variable or flag that gave the address, for messages.
+        port: on which rank 0 listens. With 0, if it is alone, it takes one that is free.
+        source: the variable that gave the address, for messages.
     """
+
+    is_published = False  # whether rank 0 tells the others where it is
 
     def __init__(self, host: str, port: int, source: str = "") -> None:
         self.host, self.port, self.source = host, port, source
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}" + f" (from {self.source})" * bool(self.source)
+        where = f"{self.host}:{self.port}"
+        return f"{where} (from {self.source})" if self.source else where
 
     def find(self) -> Any:
         """Return where rank 0 may be: a host, a port, and the nonce of the store there, if any.
@@ -45,17 +45,18 @@ class Address:
 
 
 class AgentStore(Address):
-    """Rank 0 publishes its port in the store that torchrun's agent keeps on the same host.
+    """Rank 0 publishes its port in the store that torchrun's agent keeps on the same machine.
 
     Ranks of the attempt before have left an address there, which must not count any more
     (pytorch/pytorch#135712). It has another nonce than the store of this attempt.
     """
 
     KEY = "where_rank_0_is"
+    is_published = True
 
     @cached_property
     def store(self) -> dist.Store:
-        return dist.TCPStore(self.host, self.port, None, False, AGENT_TIMEOUT, False)
+        return dist.TCPStore(self.host, self.port, timeout=AGENT_TIMEOUT, wait_for_workers=False)
 
     def find(self) -> Any:
         if not self.store.check([self.KEY]):
@@ -66,31 +67,11 @@ class AgentStore(Address):
         self.store.set(self.KEY, json.dumps([self.host, port, nonce]))
 
 
-class File(Address):
-    """Rank 0 publishes its addresses in a file that all hosts see.
-
-    The file stays. It does no harm to a later job, since no store has its nonce any more.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = Path(path)
-
-    def __str__(self) -> str:
-        return f"file://{self.path}"
-
-    def find(self) -> Any:
-        return secrets.choice(json.loads(self.path.read_bytes()))  # called again and again
-
-    def publish(self, port: int, nonce: str) -> None:
-        hosts = (*own_addresses(), socket.gethostname())
-        replace_file(self.path, json.dumps([(host, port, nonce) for host in hosts]).encode())
-
-
 def probe(host: str, port: int) -> tuple[str, str]:
-    """Connect and disconnect. Return the other end's address, and this host's on the way to it.
+    """Connect and disconnect. Return the other end's address, and this one's on the way to it.
 
     Raises:
-        OSError: nothing listens there, or there is no such host.
+        OSError: nothing listens there, or there is no such machine.
     """
     with socket.create_connection((host, port), timeout=1.0) as connection:
         ends = connection.getpeername()[0], connection.getsockname()[0]
@@ -98,7 +79,7 @@ def probe(host: str, port: int) -> tuple[str, str]:
 
 
 def own_addresses() -> dict[str, str]:
-    """Return the name of the interface of each IPv4 address of this host."""
+    """Return the name of the interface of each IPv4 address of this machine."""
     interfaces = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
