@@ -90,7 +90,7 @@ skip() { note "Skipped: $*" && state="skipped: $*"; }
 
 # show COMMAND...: run a command in the time that is left, on the terminal and into the report.
 show() {
-    local left=$((part_end - SECONDS)) status=0
+    local left=$((part_end - SECONDS)) status=0 line
     if $dry_run; then
         printf '%q ' "$@" && printf '\n' && return
     fi
@@ -101,7 +101,10 @@ show() {
         status=124
     fi
     printf '```\n' >>"$report"
-    ((status == 0)) || state="failed: $*"
+    if ((status != 0)) && [[ $state != failed* ]]; then
+        line=$*
+        state="failed: ${line%%$'\n'*}"
+    fi
     ((status != 124)) || note "This did not end within the ten minutes of its part."
 }
 

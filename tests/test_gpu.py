@@ -341,7 +341,7 @@ dist.destroy_process_group()
 @pytest.mark.skipif(not PRETENDED, reason="needs pretended GPUs, which print waits")
 @pytest.mark.parametrize(
     ("chosen_by", "waits"),
-    [("scripts/minimal/ddp.py", 0), ("scripts/minimal/ddp_complete.py", 0), ("torch", 3)],
+    [("train_ddp.py", 0), ("scripts/minimal/ddp.py", 0), ("torch", 3)],
 )
 def test_gradients_travel_while_the_backward_computes(chosen_by, waits, tmp_path):
     """Where "torch" has no wait any more, PyTorch has cured it: the scripts' line can go."""

@@ -20,6 +20,7 @@ from tests.minimal import FOLDER, RESULT, SCRIPTS, TIMEOUT, begin, result, train
 from tests.processes import (
     ALTERED,
     ROOT,
+    STANDALONE,
     error_line,
     finish,
     free_port,
@@ -436,12 +437,21 @@ if hasattr(distributed_c10d, "_create_nccl2_process_group"):
 """
 
 
-@pytest.mark.parametrize(("script", "given"), [("ddp", ""), ("ddp_complete", ""), ("ddp", "1")])
+@pytest.mark.parametrize(
+    ("script", "given"),
+    [
+        ("train_ddp.py", ""),
+        ("scripts/minimal/ddp.py", ""),
+        ("scripts/minimal/ddp_complete.py", ""),
+        ("scripts/minimal/fsdp.py", ""),
+        ("train_ddp.py", "1"),
+    ],
+)
 def test_the_nccl_class_that_sends_during_the_backward_is_chosen(script, given):
     """On torch 2.15, which has two. A user's own setting wins."""
     name = "TORCH_DIST_USE_NCCL2"
     words = ["env", "-u", name, *([f"{name}={given}"] if given else []), sys.executable, "-c"]
-    told = run(*words, CHOICE, FOLDER / f"{script}.py", real=True).stdout.split()
+    told = run(*words, CHOICE, ROOT / script, real=True).stdout.split()
     assert told[0] == (given or "0")
     creator = "_create_nccl2_process_group" if given else "_create_nccl_process_group"
     assert told[1:] in ([], [creator])
