@@ -169,7 +169,7 @@ def load_other(*args):
 
 
 def stick(batch):
-    given.append(data.get_worker_info())
+    given.append(loader.get_worker_info())
     if is_chosen() and sum(map(bool, given)) > 5:
         time.sleep(600)
     return collate(batch)
