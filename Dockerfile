@@ -1,10 +1,13 @@
 # The image that scripts/kubernetes/trainjob.yaml starts: a plain Python, PyTorch with the CUDA that it
-# brings, and the project.
+# brings, and the project. The GPU driver is the machine's: at least 525 for CUDA 12, 580 for CUDA 13.
 #
 #   docker build -t mnist-data-parallel .
-#   docker run --gpus all --shm-size 1g -v "$PWD/runs:/project/runs" mnist-data-parallel
+#   docker run --gpus all --shm-size 1g --cap-add SYS_NICE -v "$PWD/runs:/project/runs" mnist-data-parallel
+#
+# Loader workers need /dev/shm, of which a container has 64 MB, and NCCL the memory that SYS_NICE
+# allows. docs/launching.md says more.
 FROM python:3.13-slim
-# Which parts of the host's driver the container sees: those for computing, and nvidia-smi.
+# Which parts of the machine's driver the container sees: those for computing, and nvidia-smi.
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 WORKDIR /project
 # The image has no C compiler: add one (apt-get install gcc) for --compile.

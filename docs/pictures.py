@@ -1,9 +1,10 @@
-"""Draw the pictures of these pages that show measurements, and measure first.
+"""Draw the pictures of these pages that show measurements or figures, and measure first.
 
 python docs/pictures.py how_ddp_works.svg
 python docs/pictures.py step_timeline.svg        # wants a quiet machine, as the next ones do
 python docs/pictures.py sending_gradients.svg    # wants root and iproute2: a link of 1 Gb/s
 python docs/pictures.py memory_of_a_step.svg     # wants two GPUs
+python docs/pictures.py memory.svg
 python docs/pictures.py faster.svg               # wants root and iproute2: links of 0.03 to 1 Gb/s
 """
 
@@ -346,6 +347,37 @@ def draw_memory_of_a_step(name: str) -> None:
         picture.line(*points, stroke=stroke)
         first, peak = parts[0][0] / 1e6, max(map(max, parts)) / 1e6
         print(f"{words}: {first:.0f} MB between steps, {peak:.0f} MB at most")
+    picture.save(name)
+
+
+# Memory of a parameter
+
+
+# Of a parameter, in mixed precision with Adam (https://arxiv.org/abs/1910.02054, 3.1).
+PARTS = {"weight": 2, "gradient": 2, "float32 copy and Adam's averages": 12}
+DIVIDED = {"DDP": 0, "ZeRO-1": 1, "ZeRO-2": 2, "FSDP": 3}  # how many of the parts, from the last on
+
+
+def bytes_of_a_parameter(technique: str, devices: int) -> list[float]:
+    """Return the bytes that each device holds of each part."""
+    first_divided = len(PARTS) - DIVIDED[technique]
+    sizes = enumerate(PARTS.values())
+    return [size / devices if i >= first_divided else size for i, size in sizes]
+
+
+def draw_memory(name: str) -> None:
+    picture = Picture(
+        *(200, "Bytes of a parameter on each of 8 GPUs"),
+        "Mixed precision with Adam. ZeRO and FSDP divide parts of the 16 bytes among the GPUs.",
+    )
+    picture.legend(dict(zip(PARTS, (BLUE, ORANGE, GREEN), strict=True)), 120)
+    for i, technique in enumerate(DIVIDED):
+        y, x, sizes = 40 + 40 * i, 100.0, bytes_of_a_parameter(technique, 8)
+        picture.text(90, y + 14, technique, "title", "end")
+        for size, fill in zip(sizes, (BLUE, ORANGE, GREEN), strict=True):
+            picture.box(x, y, 42 * size, fill, f"{size:g}")
+            x += 42 * size
+        picture.text(x + 8, y + 14, f"{sum(sizes):g} bytes")
     picture.save(name)
 
 

@@ -34,8 +34,9 @@ rank_table() {
     done
 }
 
-# count_gpus PYTHON: print how many GPUs the torch of that Python can use. torch may list more GPUs
-# than it can use, because NVML counts GPUs for which the driver is too old.
+# count_gpus PYTHON: print how many GPUs the torch of that Python can compute on. A driver may be too
+# old for torch, and torch may have no code for a GPU. So each GPU adds two numbers here. Why one
+# cannot is said on stderr.
 count_gpus() {
     PYTHONWARNINGS=ignore "$1" -c '
 import sys
@@ -44,15 +45,34 @@ try:
 except ImportError:
     print(0)
     sys.exit()
-listed = torch.cuda.device_count()
-usable = listed if torch.cuda.is_available() else 0
-if listed > usable:
+builds = "https://download.pytorch.org/whl"
+here = f"torch {torch.__version__}"
+listed = torch.cuda.device_count()  # asks NVML, which knows GPUs that the driver cannot serve
+if listed and not torch.cuda.is_available():
     print(
-        f"torch {torch.__version__} lists {listed} GPUs but cannot use them: update the GPU driver,"
-        " or install a torch that is built for it (https://pytorch.org/get-started/locally/)",
+        f"{here} lists {listed} GPUs but cannot use them: update the GPU driver (CUDA 13 needs 580"
+        f" or later), or: pip install --index-url {builds}/cu126 \"torch<2.15\" torchvision",
         file=sys.stderr,
     )
-print(usable)'
+    listed = 0
+usable = []
+for index in range(listed):
+    try:
+        assert (torch.ones(2, device=f"cuda:{index}") + 1).sum().item() == 4
+        usable.append(index)
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        if "no kernel image" in str(error):
+            major, minor = torch.cuda.get_device_capability(index)
+            advice = "install a newer torch"
+            if (major, minor) < (7, 5):  # torch 2.14 is the last one with builds for CUDA 12
+                advice = f"pip install --index-url {builds}/cu126 \"torch<2.15\" torchvision"
+            reason = f"it has sm_{major}{minor}, for which {here} has no code: {advice}"
+        print(f"GPU {index} cannot be used: {reason}", file=sys.stderr)
+if 0 < len(usable) < listed:
+    ids = ",".join(map(str, usable))
+    print(f"to leave out the others: CUDA_VISIBLE_DEVICES={ids}", file=sys.stderr)
+print(len(usable))'
 }
 
 # refuse_dangling PYTHON: fail if PYTHON is a link to an interpreter that no longer exists.
@@ -82,26 +102,59 @@ sys.exit(sys.version_info < (3, 11) or not all(found))
 PYTHON_CODE
 }
 
-# Where PyTorch keeps its builds without CUDA: 200 MB, where the one with CUDA takes 5 GB.
-CPU_BUILDS=https://download.pytorch.org/whl/cpu
+# PyTorch's own builds, each in a folder: cpu takes 200 MB, and those with CUDA take 5 GB.
+PYTORCH_BUILDS=https://download.pytorch.org/whl
 
-# choose_torch PYTHON: have pip and uv install torch without CUDA if TORCH_BACKEND is cpu, or if it is
-# not set and there is no GPU. TORCH_BACKEND=cuda takes the build of the package index, and so does
-# a machine that cannot reach the other one.
-choose_torch() {
-    local backend=${TORCH_BACKEND:-cpu}
-    case ${TORCH_BACKEND:-} in
-        cpu | cuda) ;;
-        "") if nvidia-smi -L >/dev/null 2>&1; then backend=cuda; fi ;;
-        *) fail "TORCH_BACKEND=$TORCH_BACKEND is neither cpu nor cuda" ;;
-    esac
-    size="6 GB"
-    if [[ $backend == cpu ]] && "$1" -c 'import sys, urllib.request
-urllib.request.urlopen(sys.argv[1], timeout=10)' $CPU_BUILDS/torch/ 2>/dev/null; then
-        export UV_TORCH_BACKEND=cpu PIP_EXTRA_INDEX_URL="${PIP_EXTRA_INDEX_URL:-} $CPU_BUILDS"
-        size="1 GB"
+# guess_backend: print the folder of the build for this machine, or cuda for the package index.
+guess_backend() {
+    local gpus
+    if nvidia-smi -L >/dev/null 2>&1; then
+        # The build of the package index has CUDA 13. It needs driver 580, and sm_75 or later.
+        gpus=$(nvidia-smi --query-gpu=driver_version,compute_cap --format=csv,noheader 2>/dev/null ||
+            nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null || true)
+        awk -F ', ' '/^[0-9]/ && ($1 + 0 < 580 || (NF > 1 && $2 + 0 < 7.5)) { old = 1 }
+            END { print (old ? "cu126" : "cuda") }' <<<"$gpus"
+    elif [[ -e /dev/kfd ]]; then
+        echo rocm
+    else
+        echo cpu
     fi
 }
+
+# choose_torch PYTHON: set backend and size, and have uv install this build. TORCH_BACKEND chooses
+# one: cpu, cu126, rocm7.1, xpu (Intel) or another folder of PyTorch's builds. cuda is the build of
+# the package index, which a machine takes that cannot reach the others.
+choose_torch() {
+    size="6 GB" backend=${TORCH_BACKEND:-$(guess_backend)}
+    [[ ${TORCH_BACKEND:-cpu} =~ ^(cpu|cuda|xpu|cu[0-9]+|rocm[0-9.]+)$ ]] ||
+        fail "TORCH_BACKEND=$TORCH_BACKEND is none of cpu, cuda, cu126, rocm7.1, xpu or their like"
+    if [[ ${TORCH_BACKEND:-} == cuda ]] || ! "$1" -c 'import sys, urllib.request
+urllib.request.urlopen(sys.argv[1], timeout=10)' $PYTORCH_BUILDS/cpu/torch/ 2>/dev/null; then
+        backend=cuda
+        return
+    fi
+    [[ $backend != cpu ]] || size="1 GB"
+    # uv also finds GPUs of AMD and Intel, and the driver. It does not look at a GPU's age.
+    export UV_TORCH_BACKEND=$backend
+    if [[ -z ${TORCH_BACKEND:-} && $backend != cu126 ]]; then UV_TORCH_BACKEND=auto; fi
+}
+
+# install_with_pip FILE...: install requirements, and torch first, from the folder of its build.
+install_with_pip() {
+    local pip=("$PYTHON" -m pip install --quiet --disable-pip-version-check)
+    if [[ $backend == rocm ]]; then
+        say "Without uv, name the build for your AMD GPU: TORCH_BACKEND=rocm7.1, for example, as" \
+            "https://pytorch.org/get-started/locally/ says, or cpu."
+        return 1
+    fi
+    if [[ $backend != cuda ]]; then
+        "${pip[@]}" --index-url "$PYTORCH_BUILDS/$backend" torch torchvision || return
+    fi
+    "${pip[@]}" "${@/#/-r}"
+}
+
+# is_recent PYTHON: return whether this Python is one of those that torch runs on.
+is_recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
 # make_environment FILE...: set PYTHON to that of $VENV, and install these requirements there.
 make_environment() {
@@ -110,15 +163,18 @@ make_environment() {
     if satisfied "$PYTHON" "$@"; then
         return
     fi
-    local base=${BASE_PYTHON:-python3} is_new=false size
+    local base=${BASE_PYTHON:-python3} is_new=false size backend
     if [[ ! -e $VENV && ! -L $VENV ]]; then
         is_new=true
-        "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+        is_recent "$base" ||
             fail "Python 3.11 or later is needed: install python3, or name one in BASE_PYTHON"
         # Removes only what this run makes. Half an environment would block the next run.
         trap 'rm -rf "$VENV"' EXIT
     elif [[ ! -f $VENV/pyvenv.cfg ]]; then
         fail "$VENV exists, but is not a virtual environment: name another folder in VENV"
+    elif ! is_recent "$PYTHON"; then
+        fail "$VENV has $("$PYTHON" --version 2>/dev/null || echo no Python), and Python 3.11 or" \
+            "later is needed: remove it (rm -r $VENV), or name another folder in VENV"
     fi
     trap 'exit 130' INT TERM HUP
     choose_torch "$base"
@@ -127,8 +183,7 @@ make_environment() {
         { ! $is_new || uv venv --quiet --python "$base" --allow-existing "$VENV"; } &&
         uv pip install --quiet --python "$PYTHON" "${@/#/-r}"; then
         :
-    elif { ! $is_new || "$base" -m venv "$VENV"; } &&
-        "$PYTHON" -m pip install --quiet --disable-pip-version-check "${@/#/-r}"; then
+    elif { ! $is_new || "$base" -m venv "$VENV"; } && install_with_pip "$@"; then
         :
     else
         say "The packages could not be installed. Install python3-venv (Debian, Ubuntu) or uv, and" \

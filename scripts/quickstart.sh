@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Train on one device, with DataParallel and with DDP, half an epoch each, and print the results
-# side by side. Without a GPU, a core of the CPU is a device.
+# side by side. Without a GPU, a core of the CPU is a device. With one GPU the cores are compared,
+# since DataParallel and DDP need two devices, and the GPU stands beside them.
 #
 #   ./scripts/quickstart.sh [--data-dir DIR] [flag of the training scripts...]
 #
@@ -11,19 +12,20 @@ cd "$(dirname "$0")/.."
 source scripts/environment.sh
 read_flags scripts/quickstart.sh "$@"
 
-PYTHON=$(command -v python3 || true)
-satisfied "$PYTHON" requirements.txt || make_environment requirements.txt
-
 data_dir=data dataset='' kind=auto
 for ((i = 0; i < ${#flags[@]}; i++)); do
     case ${flags[i]} in
-        --data-dir) data_dir=${flags[i + 1]:-data} ;;
+        --data-dir) data_dir=${flags[i + 1]:-} ;;
         --data-dir=*) data_dir=${flags[i]#*=} ;;
         --dataset | --dataset=*) dataset=given ;;
         --device) kind=${flags[i + 1]:-auto} ;;
         --device=*) kind=${flags[i]#*=} ;;
     esac
 done
+[[ -n $data_dir ]] || fail "--data-dir wants a folder after it"
+
+PYTHON=$(command -v python3 || true)
+satisfied "$PYTHON" requirements.txt || make_environment requirements.txt
 if [[ -z $dataset ]]; then
     say "Looking for MNIST in $data_dir, or downloading it..."
     if ! why=$("$PYTHON" scripts/tools/prepare_data.py mnist --data-dir "$data_dir" 2>&1); then
@@ -46,24 +48,30 @@ dp=("$PYTHON" train_dp.py --batch-size 48)
 ddp=("${launcher[@]}" 2 train_ddp.py --batch-size 48)
 gpus=0
 [[ $kind == cpu ]] || gpus=$(count_gpus "$PYTHON")
-device="GPU" go_on=("${single[@]}" --run-dir "$run_dir/single")
-if ((gpus > 0)); then
+on_gpu=("${single[@]}" --devices 0) is_compared=true
+if ((gpus > 1)); then
+    device="a GPU" go_on=("${single[@]}" --run-dir "$run_dir/single")
     single+=(--devices 0) dp+=(--devices "0,1") ddp+=(--devices "0,1")
+elif ((gpus == 1)) && [[ $kind != auto ]]; then
+    device="a GPU" go_on=("${single[@]}" --run-dir "$run_dir/gpu") is_compared=false
 else
-    device="core of the CPU" go_on=("${single[@]}" --run-dir "$run_dir/both-cores")
+    device="a core of the CPU" go_on=("${single[@]}" --run-dir "$run_dir/both-cores")
+    ((gpus == 0)) || go_on=("${single[@]}" --run-dir "$run_dir/gpu")
     single+=(--device cpu --threads 1)
     dp+=(--device cpu --replicas 2 --threads 2)
     ddp+=(--device cpu --threads 1)
 fi
-say "Training for half an epoch each, always 96 images a step. A device is a $device."
+say "Training for half an epoch each, always 96 images a step. A device is $device."
+if ((gpus == 1)); then
+    say "There is one GPU. DataParallel and DDP divide each batch among GPUs, so they need two."
+    ! $is_compared || say "So they are compared on two cores of the CPU, and the GPU trains alone."
+fi
 # The CPU time of this shell and its programs. Other programs use the rest.
 read -ra usage < <("$PYTHON" scripts/tools/compare.py --usage-of $$)
 
-say $'\n'"One device: python train_single.py"
-train single "${single[@]}"
-if ((gpus == 1)); then
-    say $'\n'"There is one GPU here. DataParallel and DDP divide each batch among GPUs, so they need two."
-else
+if $is_compared; then
+    say $'\n'"One device: python train_single.py"
+    train single "${single[@]}"
     say $'\n'"Two devices, DataParallel, one process: python train_dp.py"
     train dp "${dp[@]}"
     say $'\n'"Two devices, DDP, two processes: torchrun --standalone --nproc_per_node 2 train_ddp.py"
@@ -73,6 +81,9 @@ fi
 if ((gpus == 0)); then
     say $'\n'"Both cores without data parallelism: python train_single.py --threads 2"
     train both-cores "$PYTHON" train_single.py --batch-size 96 --device cpu --threads 2
+elif ((gpus == 1)); then
+    say $'\n'"The GPU: python train_single.py"
+    train gpu "${on_gpu[@]}"
 fi
 
 "$PYTHON" scripts/tools/compare.py "${runs[@]}" --usage-of $$ --since "${usage[@]}"

@@ -55,7 +55,7 @@ if $dry_run; then
     for node in "${!hosts[@]}"; do
         printf '%s %s: cd %q && env %sscripts/run_torchrun.sh' \
             "${ssh[*]}" "${hosts[$node]}" "$directory" "$(settings "$node")"
-        printf ' %q' "${flags[@]}"
+        ((${#flags[@]} == 0)) || printf ' %q' "${flags[@]}"
         echo
     done
     printf '\n%s\n' "${preview#*$'\n\n'}"

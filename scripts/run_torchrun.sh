@@ -15,7 +15,8 @@
 #   MASTER_PORT     a port there that is free and open (29500)
 #   NODE_RANK       number of this machine, 0 where MASTER_ADDR is; without it the machines number
 #                   themselves in the order in which they come
-#   RDZV_ID         name of the job, for several jobs at one address (mnist-ddp). A job with the same
+#   RDZV_ID         name of the job, for several jobs at one address (mnist-ddp- and the day in UTC,
+#                   elastic: mnist-ddp, since machines may join on another day). A job with the same
 #                   name and flags continues a run that was killed or failed, and says so
 #   RDZV_TIMEOUT    seconds to wait for all processes (120)
 #   MAX_RESTARTS    how often to start all processes again after a crash (0; elastic: 3)
@@ -77,10 +78,9 @@ if ! $dry_run; then
         fail "there is no $torchrun: activate the environment that has torch, or make one with" \
             "./scripts/quickstart.sh"
 fi
-processes=${NPROC_PER_NODE:-gpu}
-if [[ $processes == gpu ]]; then
+if [[ ${NPROC_PER_NODE:-gpu} == gpu ]]; then
     NPROC_PER_NODE=$(count_gpus "$([[ -x $python ]] && echo "$python" || echo python3)")
-    ((NPROC_PER_NODE > 0)) || NPROC_PER_NODE=2 processes=2
+    ((NPROC_PER_NODE > 0)) || NPROC_PER_NODE=2
 fi
 check_number NPROC_PER_NODE 1
 
@@ -90,7 +90,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # request to save and stop.
 export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
 
-command=("$torchrun" --nproc_per_node "$processes" --max_restarts "$MAX_RESTARTS")
+command=("$torchrun" --nproc_per_node "$NPROC_PER_NODE" --max_restarts "$MAX_RESTARTS")
 if [[ $NNODES == 1 ]]; then
     command+=(--standalone --rdzv-conf "join_timeout=$RDZV_TIMEOUT")
 elif [[ -n $NODE_RANK ]]; then
@@ -100,6 +100,8 @@ else
     # An elastic job waits ten seconds for more machines than MIN.
     conf="join_timeout=$RDZV_TIMEOUT,read_timeout=$RDZV_TIMEOUT,last_call_timeout=10"
     if is_unnoticed_host; then conf+=",is_host=true"; fi
+    # With a constant name, a new job would continue the run of a failed one.
+    ((least < most)) || RDZV_ID=${RDZV_ID:-mnist-ddp-$(date -u +%Y%m%d)}
     command+=(--nnodes "$NNODES" --rdzv_backend c10d --rdzv_endpoint "$MASTER_ADDR:$MASTER_PORT"
         --rdzv_id "${RDZV_ID:-mnist-ddp}" --rdzv-conf "$conf")
 fi

@@ -12,4 +12,5 @@ source scripts/environment.sh
 read_flags scripts/test.sh "$@"
 
 make_environment requirements.txt requirements-dev.txt
-PATH=$(cd "$VENV/bin" && pwd):$PATH make check PYTHON=python PYTEST_FLAGS="${flags[*]}"
+PATH=$(cd "$VENV/bin" && pwd):$PATH
+make check PYTHON=python PYTEST_FLAGS="${flags[*]/#--all/-m \"\"}"

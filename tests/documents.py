@@ -1,4 +1,4 @@
-"""Read the documents: their headings, code blocks, tables, links and commands."""
+"""Read the documents: their headings, code blocks, tables, links, commands and messages."""
 
 import ast
 import re
@@ -13,6 +13,7 @@ from tests.processes import ROOT
 CHINESE = ".zh-CN.md"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 ENGLISH = [path for path in DOCUMENTS if not path.name.endswith(CHINESE)]
+LESSONS = sorted(path.stem for path in (ROOT / "scripts" / "lessons").glob("[a-z]*.py"))
 VARIABLE = r"[A-Z_0-9]+=(?:\"[^\"]*\"|\S*)"
 # What makes an inline code span a command: what runs, and what it runs.
 RUNS = re.compile(rf"(?:{VARIABLE} )*(?:\S*/)?(?:python|torchrun|srun|sbatch|mpirun) ")
@@ -44,16 +45,20 @@ def blocks(text):
     return [Block(token.info, token.content) for token in fences(text)]
 
 
-def prose(path):
-    """Return a document without its code blocks."""
-    lines = read(path).splitlines(keepends=True)
-    for token in reversed(fences("".join(lines))):
+def without_blocks(text):
+    lines = text.splitlines(keepends=True)
+    for token in reversed(fences(text)):
         del lines[slice(*token.map)]
     return "".join(lines)
 
 
-def sections(path):
-    text = prose(path)
+def prose(path):
+    """Return a document without its code blocks."""
+    return without_blocks(read(path))
+
+
+def sections_of(text):
+    text = without_blocks(text)
     lines, tokens = text.splitlines(keepends=True), MARKDOWN.parse(text)
     heads = [i for i, token in enumerate(tokens) if token.type == "heading_open"]
     ends = [*(tokens[i].map[0] for i in heads[1:]), len(lines)]
@@ -63,6 +68,10 @@ def sections(path):
         )
         for i, end in zip(heads, ends, strict=True)
     ]
+
+
+def sections(path):
+    return sections_of(read(path))
 
 
 def section(path, title):
@@ -102,16 +111,84 @@ def rows(text):
     return found
 
 
+def lessons_in(text):
+    """Return the lessons that a text links."""
+    found = re.findall(r"scripts/lessons/(\w+)\.py\)", text)
+    return [name for name in found if name in LESSONS]
+
+
+def figures(text):
+    """Return the numbers of a text that have a point, or three digits and more."""
+    plain = re.sub(r"\]\([^)]*\)|`[^`]*`", "", text)
+    return set(re.findall(r"\d+\.\d+|\d{1,3}(?:,\d{3})+|\d{3,}", plain))
+
+
+# Both languages
+
+
+def waits_for(text):
+    """Return for which change in the English page this Chinese one waits, or nothing."""
+    found = re.search(r"<!-- waits for: (.+?) -->", without_blocks(text))
+    return found[1] if found else ""
+
+
+def differences(english, chinese):
+    """Return what two pages do not have in common: headings, commands and other code, numbers."""
+    ours, theirs = sections_of(english), sections_of(chinese)
+    levels = [[part.level for part in side] for side in (ours, theirs)]
+    if levels[0] != levels[1]:
+        return [f"{len(levels[0])} and {len(levels[1])} headings, or of other levels"]
+    found = []
+    for one, other in zip(ours, theirs, strict=True):
+        sides = [(spans(part.title), {*inline_commands(part.text)}) for part in (one, other)]
+        if sides[0] != sides[1]:
+            found.append(f"other commands below '{one.title}'")
+        if missing := figures(one.text) ^ figures(other.text):
+            found.append(f"other numbers below '{one.title}': {sorted(missing)}")
+    code = [[*map(without_comments, blocks(text))] for text in (english, chinese)]
+    if code[0] != code[1]:
+        found.append("other code blocks")
+    return found
+
+
 def without_comments(block):
-    """Return what a program reads of a block, and of a picture its form: no words."""
-    if block.language == "mermaid":
-        return re.sub(r'"[^"]*"', '""', block.text)
-    if block.language in ("bash", "python", "diff"):
+    """Return what a program reads of a block; of a block for readers its numbers."""
+    if block.language == "diff":  # @@ begins a sentence about what follows
+        lines = [line for line in block.text.splitlines() if not line.startswith("@@ ")]
+        return re.sub(r"(^|\s+)# .*$", "", "\n".join(lines), flags=re.MULTILINE).strip()
+    if block.language in ("bash", "python"):
         return re.sub(r"(^|\s+)# .*$", "", block.text, flags=re.MULTILINE).strip()
-    if not block.language:  # files or figures with a word on each
-        words = re.findall(r"[\w./]+\.(?:py|sh|sbatch)\b|[\w./]+/(?=\s)|\d[\d.,%]*", block.text)
-        return " ".join(words)
-    return block.text
+    return figures(block.text)
+
+
+# Messages
+
+
+def problems():
+    """Return (group, quoted messages, lessons) of each heading of docs/problems.md."""
+    found, group = [], ""
+    for part in sections(ROOT / "docs" / "problems.md"):
+        group = part.title if part.level == 2 else group
+        if part.level == 3:
+            found.append((group, spans(part.title), lessons_in(part.text)))
+    return found
+
+
+def quoted(lesson):
+    """Return the numbers and the printed words that pages quote from a lesson, before its link."""
+    numbers, words = [], []
+    for name in ("convert", "myths"):
+        for paragraph in re.split(r"\n\s*\n", prose(ROOT / "docs" / f"{name}.md")):
+            *parts, _ = re.split(r"\]\([^)]*lessons/(\w+)\.py\)", paragraph)
+            for text, link in zip(parts[::2], parts[1::2], strict=True):
+                if link == lesson:
+                    numbers += re.findall(r"\d+\.\d+", re.sub(r"`[^`]*`", "", text))
+                    printed = re.findall(r"`(\[[-\d, ]+\]|[A-Z]\w+ \w+ [^`]*)`", text)
+                    words += [" ".join(span.split()) for span in printed]
+    return numbers, words
+
+
+# Commands
 
 
 def lines_of(text):

@@ -14,6 +14,11 @@ CLUSTER = sorted((ROOT / "utils" / "cluster").glob("[a-z]*.py"))
 CHECK = sorted((ROOT / "scripts" / "check").glob("*.py"))
 LESSONS = sorted((ROOT / "scripts" / "lessons").glob("*.py"))
 MINIMAL = sorted((ROOT / "scripts" / "minimal").glob("*.py"))
+# What a person reads whose change does not fit.
+FULL = (
+    "The scripts and their diffs are the lesson, and this one has grown too long to read: say it"
+    " more plainly, or take away what is worth less."
+)
 WITH_DOCSTRING = ast.Module | ast.ClassDef | ast.FunctionDef
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),

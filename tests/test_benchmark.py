@@ -189,15 +189,35 @@ def test_scaling_by_hand():
     ring = 6 * 260e-6
     assert link.ring(4, 1e6) == pytest.approx(ring)
     late = scaling.Step(0.04, 0.06, [(0.06, 1e6)])
+    assert late.ddp_after(4, link) == pytest.approx(0.1 + ring)
     assert late.ddp(4, link) == pytest.approx(0.1 + ring), "one bucket does not overlap"
     assert late.ddp(1, link) == pytest.approx(0.1)
     early = scaling.Step(0.04, 0.06, [(0.01, 1e6), (0.011, 1e6), (0.02, 1e6)])
     assert early.ddp(4, link) == pytest.approx(0.1), "all hide behind the backward"
+    assert early.ddp_after(4, link) == pytest.approx(0.1 + 3 * ring), "nothing hides"
     slow = scaling.Link(0.0, 2e7)
     assert early.ddp(2, slow) == pytest.approx(0.04 + 0.01 + 3 * 0.05), "they queue"
     mib = 2**20
     filled = scaling.fill_buckets([(1, mib), (2, mib), (3, 24 * mib), (4, mib)])
     assert filled == [(1, mib), (3, 25 * mib), (4, mib)]
+
+
+@pytest.mark.parametrize(
+    ("late", "bandwidth", "words"),
+    [
+        (0.001, 1e8, "it sends during the backward"),
+        (0.009, 1e8, "as if it sent after the backward"),
+        (0.009, 1e10, "too short to tell"),
+    ],
+)
+def test_scaling_sees_a_gpu_that_waits_for_each_bucket(late, bandwidth, words):
+    """Two devices, three buckets of half a megabyte: 5 ms each, or 50 us."""
+    link = scaling.Link(0.0, bandwidth)
+    alone, together = (
+        scaling.Step(0.01, 0.02, [(when, 5e5) for when in (0.005, 0.01, 0.015 + more)])
+        for more in (0.0, late)
+    )
+    assert words in scaling.describe_overlap(alone, together, 2, link)
 
 
 def test_scaling_on_given_figures(capsys):
@@ -216,7 +236,8 @@ def test_scaling_measures_and_predicts():
     told = succeed(run(*STANDALONE, 2, script, *flags, timeout=290)).stdout
     assert "mlp, 16 images on each of 2 devices" in told
     assert re.search(r"buckets full in the backward: 0.94 MB at [\d.]+ ms\n", told)
-    assert re.search(r"DDP: predicted [\d.]+ ms, measured [\d.]+ ms", told)
+    assert re.search(r"DDP, predicted: [\d.]+ ms if it sends during the backward, [\d.]+ aft", told)
+    assert re.search(r"DDP, measured: [\d.]+ ms", told)
     assert re.search(r"^1 +[\d.]+ +1.00 +100%$", told, re.MULTILINE)
 
 

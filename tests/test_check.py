@@ -1,22 +1,30 @@
 """The check of anyone's DDP script: each mistake is found, and no right script is called wrong."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 
 import pytest
+import torch
+from torch.distributed import distributed_c10d as c10d
 
+from models import build_model
 from tests.sources import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts/check"))
+import bounds
 from check import Ranks
 from verdict import TABLE
 
+CHECK = ROOT / "scripts/check"
 SCRIPT = (ROOT / "scripts/minimal/ddp.py").read_text()
 DATA = """train_set, test_set = (
         torch.utils.data.TensorDataset(
-            torch.rand(count, 1, 28, 28, generator=torch.Generator().manual_seed(count)),
+            torch.randint(
+                256, (count, 1, 28, 28), generator=torch.Generator().manual_seed(count)
+            ).float(),
             torch.arange(count) % 10,
         )
         for count in (600, 100)
@@ -53,7 +61,7 @@ def edited(own):
 
 
 WRONG, WARN, NOTE, RIGHT = (variants(level) for level in ("WRONG", "WARN", "NOTE", "RIGHT"))
-ON_TWO_HOSTS = {"device by global rank", "equal ranks"}
+ON_TWO_HOSTS = {"device by global rank", "equal ranks", "every rank saves by each host"}
 REENTRANT = """import torch, torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 dist.init_process_group("gloo")
@@ -145,6 +153,11 @@ def check(ranks, folder, text, **options):
     return verdict
 
 
+def kind_of(name):
+    """Return what a variant shows: a finding, and by what."""
+    return next(kind for kind in TABLE if f"{name} by ".startswith(f"{kind} by "))
+
+
 def kinds(verdict, *levels):
     return [finding.kind for finding in verdict.findings if finding.level in levels]
 
@@ -152,15 +165,15 @@ def kinds(verdict, *levels):
 @pytest.mark.parametrize("name", WRONG)
 def test_a_mistake_is_wrong_and_nothing_else_is(ranks, tmp_path, name):
     found = check(ranks, tmp_path, edited(WRONG[name]), nodes=1 + (name in ON_TWO_HOSTS))
-    assert kinds(found, "WRONG") == [name.split(" by a ")[0]], found
+    assert kinds(found, "WRONG") == [kind_of(name)], found
     assert found.status == 1
     assert found.findings[0].line.startswith("theirs.py:"), found
 
 
 @pytest.mark.parametrize("name", WARN | NOTE)
 def test_what_may_be_a_mistake_is_no_more_than_a_warning(ranks, tmp_path, name):
-    found = check(ranks, tmp_path, edited((WARN | NOTE)[name]))
-    assert kinds(found, "WRONG", "WARN" if name in WARN else "NOTE") == [name.split(" by a ")[0]]
+    found = check(ranks, tmp_path, edited((WARN | NOTE)[name]), nodes=1 + (name in ON_TWO_HOSTS))
+    assert kinds(found, "WRONG", "WARN" if name in WARN else "NOTE") == [kind_of(name)]
     assert name in WARN or not kinds(found, "WARN"), found
     assert found.status == 0, found
 
@@ -203,17 +216,173 @@ def test_the_scripts_of_this_collection_are_right(ranks, script):
 
 
 def test_each_finding_of_the_table_is_shown_and_names_a_lesson_that_exists():
-    assert set(TABLE) == {name.split(" by a ")[0] for name in WRONG | WARN | NOTE}
+    assert set(TABLE) == {kind_of(name) for name in WRONG | WARN | NOTE}
     for row in TABLE.values():
         assert not row.lesson or (ROOT / f"scripts/lessons/{row.lesson}.py").exists()
 
 
+def write(folder, files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def command(*arguments, folder, **variables):
+    """Run the command as a user does, with his variables, and return how it ended."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / "scripts/check/check.py"), *arguments],
+        cwd=folder,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
 def test_the_command_starts_a_module_speaks_json_and_ends_with_its_status(tmp_path):
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own/beside.py").write_text("package = 'nowhere_at_all'")
-    (tmp_path / "own/theirs.py").write_text("from .beside import package\n__import__(package)")
-    command = [sys.executable, str(ROOT / "scripts/check/check.py"), "--json", "-m", "own.theirs"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    write(tmp_path, {"own/beside.py": "package = 'nowhere_at_all'"})
+    write(tmp_path, {"own/__main__.py": "from .beside import package\n__import__(package)"})
+    done = command("--json", "-m", "own", folder=tmp_path)
     assert done.returncode == json.loads(done.stdout)["status"] == 3, done.stderr
     assert "it needs the package nowhere_at_all" in done.stdout
-    assert subprocess.run(command[:2], capture_output=True, timeout=60).returncode == 2
+
+
+PLAIN = """import os, sys
+import env.own  # a package that is called as an environment often is
+told = [os.environ["WORLD_SIZE"], os.environ.get("MY_LOCAL_DATA"), sys.argv[1:], os.getcwd()[-3:]]
+sys.exit(" ".join(map(str, told)) if os.environ["RANK"] == "2" else 0)
+"""
+
+
+def test_the_command_starts_a_script_by_path_as_the_user_would(tmp_path):
+    write(tmp_path, {"theirs.py": PLAIN, "env/own.py": "", "venv/pyvenv.cfg": "", "exp/x": ""})
+    options = ["--ranks", "3", "--nodes", "3"]
+    named = {"MY_LOCAL_DATA": "kept", "WORLD_SIZE": "7"}
+    passed = ["--node", "{node}", "--epochs", "90"]
+    done = command(*options, "../theirs.py", *passed, folder=tmp_path / "exp", **named)
+    assert "ended with exit status 3 kept ['--node', '2', '--epochs', '2'] exp" in done.stdout
+    assert "theirs.py: 3 ranks on 3 hosts" in done.stdout, done.stderr
+
+
+def test_a_command_that_cannot_work_says_why(tmp_path):
+    assert "there is no file nowhere.py" in command("nowhere.py", folder=tmp_path).stderr
+    assert command(folder=tmp_path).returncode == 2
+    assert command("--ranks", "9", "x", folder=tmp_path).returncode == 2
+
+
+def test_the_command_lists_what_it_can_find(tmp_path):
+    done = command("--list", folder=tmp_path)
+    assert done.returncode == 0
+    assert all(f"{row.level:5}  {row.kind}\n" in done.stdout for row in TABLE.values())
+
+
+# The probe is the only process whose torch lacks the name.
+LACKS = """import sys
+if any("probe.py" in item for item in sys.orig_argv):
+    from torch.nn.parallel import DistributedDataParallel
+    del DistributedDataParallel.will_sync_module_buffers
+"""
+
+
+def test_a_torch_that_lacks_a_name_is_named_and_nothing_is_judged(tmp_path):
+    write(tmp_path, {"theirs.py": SCRIPT, "path/sitecustomize.py": LACKS})
+    done = command("theirs.py", folder=tmp_path, PYTHONPATH=str(tmp_path / "path"))
+    assert done.returncode == 3, done.stdout
+    assert re.search(
+        r"this torch \(\S+\) has no will_sync_module_buffers: the check knows", done.stdout
+    )
+
+
+def test_each_collective_of_pytorch_is_watched():
+    known = set(re.findall(r'^    "(\w+)",$', (CHECK / "process_group.py").read_text(), re.M))
+    pattern = "new_group|reduce|gather|broadcast|scatter|all_to_all|barrier"
+    names = [n for n in c10d.__all__ if re.search(pattern, n) and callable(getattr(c10d, n))]
+    functions = {name for name in names if not isinstance(getattr(c10d, name), type)}
+    assert functions
+    assert functions <= known
+
+
+BESIDE = {
+    "pyproject.toml": "",
+    "above/__init__.py": "epochs = 300",
+    "settings/a.yaml": "epochs: 90  # of them\nnum_steps: 1000\n",
+    "settings/a.json": '{"max_steps": 1e3, "epochs": 90.0, "lr": 0.1}',
+    "src/theirs.py": """import json, pathlib, sys
+sys.path.append("..")
+import above
+settings = pathlib.Path("../settings")
+found = json.loads((settings / "a.json").read_text())
+sys.exit(f"{above.epochs} {found} {(settings / 'a.yaml').read_text().split()}")
+""",
+}
+
+
+def test_a_package_and_settings_above_the_script_are_bounded(ranks, tmp_path):
+    write(tmp_path, BESIDE)
+    found = ranks.check(tmp_path / "src/theirs.py", [], folder=tmp_path / "src")
+    said = "2 {'max_steps': 1000.0, 'epochs': 2.0, 'lr': 0.1} ['epochs:', '2', '#', 'of', 'them', "
+    assert said + "'num_steps:', '1000']" in found.could_not
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "bound"),
+    [
+        ("epochs", 1, 2),
+        ("num_train_epochs", 90.0, 2.0),
+        ("n_epoch", 90, 2),
+        ("max_steps", 9000, 12),
+        ("total-iterations", 9000, 12),
+        ("num_steps", 1000, 1000),  # of a diffusion, perhaps
+        ("timesteps", 1000, 1000),
+        ("steps_per_epoch", 500, 4),
+        ("warmup_steps", 100, 1),
+        ("grad_accum_steps", 8, 2),
+        ("per_device_batch_size", 64, 8),
+        ("save_every", 10, 1),
+        ("eval_interval", 500, 1),
+        ("hidden", 512, 512),
+        ("epochs", 0.5, 0.5),
+        ("epochs", True, True),
+    ],
+)
+def test_a_number_is_bounded_by_its_name(name, value, bound):
+    assert (bounds.bounded(name, value), type(bounds.bounded(name, value))) == (bound, type(value))
+
+
+@pytest.mark.parametrize(
+    ("text", "bounded"),
+    [
+        ("epochs = 90", "epochs = 2"),
+        ("epochs: int = 90  # all", "epochs: int = 2  # all"),
+        ("config = {'epochs': 90, 'lr': 0.1}", "config = {'epochs': 2, 'lr': 0.1}"),
+        ("epochs = 90 * 2", "epochs = 90 * 2"),
+        ("epochs = 9.5", "epochs = 9.5"),
+        ("for epoch in range(90):", "for epoch in range(2):"),
+        ("for epoch in range(1):", "for epoch in range(1):"),
+        ("for step in range(90):", "for step in range(90):"),
+    ],
+)
+def test_a_number_is_bounded_where_it_is_written(text, bounded):
+    assert bounds.bounded_code(text) == bounded
+
+
+GOES_ON = """start = 0
+    if rank == 0 or ALL:
+        found = torch.load("older.pt")
+        raw_model.load_state_dict(found["model"])
+        start = found["epoch"] + 1"""
+
+
+@pytest.mark.parametrize("every", [True, False])
+def test_a_checkpoint_from_beyond_the_two_epochs_goes_on(ranks, tmp_path, every):
+    """Rank 0 alone has its weights: that is the mistake, and not that it has no epoch left."""
+    own = {"before loop": GOES_ON.replace("ALL", str(every))}
+    own["loop"] = "for epoch in range(start, start + args.epochs):"
+    write(tmp_path, {"theirs.py": edited(own)})
+    model = build_model("convnet")
+    torch.save({"model": model.state_dict(), "epoch": 5}, tmp_path / "older.pt")
+    found = ranks.check(tmp_path / "theirs.py", [], folder=tmp_path)
+    wrong = kinds(found, "WRONG")
+    assert ("loaded or changed after wrapping" in wrong) is not every, found
+    assert "a rank stops alone" not in wrong
+    assert not found.could_not

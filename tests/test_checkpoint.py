@@ -1,12 +1,17 @@
 """Checkpoints: nothing saved is lost, nothing damaged or foreign is loaded."""
 
+import dataclasses
+import enum
 import errno
 import os
 import pickle
+import stat
 import zipfile
 from argparse import Namespace
+from collections import Counter, defaultdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -208,6 +213,20 @@ def test_a_save_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
     assert calls == ["fsync", "replace", "fsync"]
 
 
+def test_a_file_system_that_cannot_sync_a_folder(tmp_path, monkeypatch):
+    """The file itself is on the disk by then."""
+    sync = os.fsync
+
+    def refuse(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    saved(tmp_path, steps=3)
+    assert restored(build(tmp_path)).global_step == 3
+
+
 def test_only_rank_0_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint.distributed, "rank", lambda: 1)
     saved(tmp_path)
@@ -309,6 +328,93 @@ def test_more_parts_are_restored_or_refused_in_a_line(tmp_path):
         with pytest.raises(CheckpointError, match=message) as caught:
             restored(build(tmp_path, extra=extra))
         assert "\n" not in str(caught.value)
+
+
+class Part:
+    """Something to save beside the model."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return {"own": self.state}
+
+    def load_state_dict(self, state):
+        self.state = state["own"]
+
+
+class Phase(enum.Enum):
+    WARM = 1
+
+
+@dataclasses.dataclass
+class Score:
+    value: float = 0.5
+
+
+READ_BACK = [
+    (np.float64(0.5), 0.5),
+    ([np.mean([1, 2]), {np.int64(3): np.bool_(True)}], [1.5, {3: True}]),
+    (np.arange(3.0), torch.arange(3.0, dtype=torch.float64)),
+    (Counter(a=2), Counter(a=2)),
+    ((b"x", {1}, 2j, torch.Size([2])), (b"x", {1}, 2j, torch.Size([2]))),
+]
+
+
+@pytest.mark.parametrize(("own", "read"), READ_BACK)
+def test_what_numpy_counted_is_read_back_as_plain_values(own, read, tmp_path):
+    before, part, copy = repr(own), Part(own), Part(None)
+    saved(tmp_path, extra={"part": part})
+    restored(build(tmp_path, extra={"part": copy}))
+    assert repr(copy.state) == repr(read)
+    assert repr(part.state) == before, "changed in the run that goes on"
+
+
+@pytest.mark.parametrize(
+    "own", [defaultdict(int), Path("x"), Phase.WARM, Score(), np.array(["x"]), lambda: 0]
+)
+def test_what_a_resume_would_refuse_is_refused_when_the_run_opens_and_at_a_save(own, tmp_path):
+    name, model = type(own).__qualname__, Layers("a", "b")
+    for place, message in (
+        ({"extra": {"part": Part([0, own])}}, rf"extra\['part'\]\['own'\]\[1\] is a \S*{name},"),
+        ({"module": model}, rf"model\['_extra_state'\]\['at'\] is a \S*{name}, which could not"),
+    ):
+        model.own = {"at": own}
+        with pytest.raises(UsageError, match=message):
+            build(tmp_path, **place)
+    model.own = {}
+    saver, progress = saved(tmp_path, module=model)
+    before = content(tmp_path)
+    model.own = {"at": own}
+    with pytest.raises(UsageError, match=message):
+        saver.save(progress)
+    assert content(tmp_path) == before
+
+
+def test_the_version_of_a_module_is_saved(tmp_path):
+    """By it a module of a later PyTorch reads the state of an earlier one."""
+    saved(tmp_path, module=nn.Sequential(nn.Flatten(), nn.BatchNorm1d(784)))
+    state = torch.load(tmp_path / "last.pt", weights_only=True)["model"]
+    assert state._metadata["1"] == {"version": 2}
+
+
+def test_what_would_train_or_resume_wrongly_is_one_line(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3))
+    head, stem = (sgd(model[i].parameters()) for i in (1, 0))
+    scheduler = torch.optim.lr_scheduler.StepLR(head, 9)
+    lbfgs = torch.optim.LBFGS(model.parameters())
+    for message, options in {
+        r"no optimizer has 0.weight, 0.bias \(2 of 4 parameters\)": {"optimizer": head},
+        r"extra\['rate'\] is a StepLR: .*run.samples_seen": {"extra": {"rate": scheduler}},
+        r"extra\['best'\] is a list, which has no state_dict": {"extra": {"best": [1]}},
+        "LBFGS calls the model by itself": {"optimizer": lbfgs},
+        "no parameters, or all are frozen": {"module": nn.Linear(2, 3).requires_grad_(False)},
+    }.items():
+        with pytest.raises(UsageError, match=message):
+            build(tmp_path, **{"module": model} | options)
+    build(tmp_path, model, optimizer=head, extra={"other": stem})
+    model[0].requires_grad_(False)
+    build(tmp_path, model, optimizer=head)
 
 
 # Weights of other files

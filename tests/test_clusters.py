@@ -7,26 +7,23 @@ import signal
 import socket
 import stat
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from tests.documents import blocks, read
+from tests.launches import LAUNCH_TABLE, SHORT, finish_all, launch
 from tests.processes import (
     ROOT,
     environment,
+    error_lines,
     free_port,
     run,
     stray_processes,
     summary,
     wait_until,
-)
-from tests.test_launch import (
-    LAUNCH_TABLE,
-    SHORT,
-    error_lines,
-    expected,  # noqa: F401
-    finish_all,
-    launch,
 )
 
 pytestmark = pytest.mark.slow
@@ -44,7 +41,7 @@ MPI = {
 
 
 @needs_mpirun
-def test_mpirun_side_by_side(synthetic_dir, tmp_path, expected):  # noqa: F811
+def test_mpirun_side_by_side(synthetic_dir, tmp_path, expected):
     """Two jobs on one host find ports of their own."""
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}"
     jobs = [launch(LAUNCH_TABLE["mpirun"], f"{flags}/{job}", **MPI) for job in range(2)]
@@ -164,7 +161,7 @@ def no_process_is_left():
         time.sleep(0.2)
 
 
-def test_srun(slurm, synthetic_dir, tmp_path, expected):  # noqa: F811
+def test_srun(slurm, synthetic_dir, tmp_path, expected):
     command = LAUNCH_TABLE["srun"].replace("srun", "srun --nodes 2")
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
     (ended,) = finish_all(launch(command, flags, **slurm), 120)
@@ -227,7 +224,7 @@ def wait_for(slurm, job, output, words, seconds):
 
 
 @pytest.mark.parametrize("options", [ONE_NODE, TWO_NODES], ids=["1", "2"])
-def test_sbatch_runs_to_its_end(options, slurm, synthetic_dir, tmp_path, expected):  # noqa: F811
+def test_sbatch_runs_to_its_end(options, slurm, synthetic_dir, tmp_path, expected):
     command = LAUNCH_TABLE["sbatch"].split()[-1:]  # the sizes are this test's
     flags = f"{SHORT} --data-dir {synthetic_dir}".replace(" --no-progress", "").split()
     output, run_dir = tmp_path / "out", tmp_path / "run"
@@ -235,6 +232,29 @@ def test_sbatch_runs_to_its_end(options, slurm, synthetic_dir, tmp_path, expecte
     text = wait_for(slurm, job, output, "summary in", 200)
     assert f"job {job}, attempt 1" in text
     assert summary(run_dir)["weights_sha256"] == expected
+
+
+def test_a_job_of_ones_own(slurm, short_dir, tmp_path):
+    """The script that docs/launching.md shows, with this test's names, sizes and training."""
+    (shown,) = (b.text for b in blocks(read(ROOT / "docs" / "launching.md")) if "SBATCH" in b.text)
+    output, job_script = tmp_path / "out", tmp_path / "my_job.sbatch"
+    names = {
+        "--partition=gpu --account=my-account": "--partition=test",
+        "--gpus-per-node=4 --cpus-per-task=32": "--gpus-per-node=2 --cpus-per-task=1",
+        "--nproc_per_node 4": "--nproc_per_node 1",
+        "slurm-%j.out": str(output),
+        "~/my_venv/bin": str(Path(sys.executable).parent),
+        "29500": str(free_port()),
+        "train.py": f"scripts/minimal/ddp.py --dataset synthetic --data-dir {short_dir}",
+    }
+    for name, ours in names.items():
+        assert name in shown
+        shown = shown.replace(name, ours)
+    job_script.write_text(f"{shown.rstrip()} && rm model.pt\n")  # which ddp.py leaves
+    job = sbatch(slurm, job_script)
+    text = wait_for(slurm, job, output, "of 500", 200)
+    assert text.count("epoch 1: ") == 1, text
+    wait_until(lambda: job_state(slurm, job) == "COMPLETED")
 
 
 @pytest.mark.parametrize("cause", ["time limit", "requeue"])

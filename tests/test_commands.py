@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-import data
 from tests.documents import (
     ENGLISH,
     blocks,
@@ -15,25 +14,30 @@ from tests.documents import (
     name_of,
     prose,
     read,
+    rows,
+    section,
 )
 from tests.processes import ROOT, copy_project, run, shell_line, succeed, summary
-from tests.test_launch import LAUNCH_TABLE
 
-# Other tests run these: a part of the command, and the file.
-ELSEWHERE = {
-    r"quickstart\.sh|scripts/test\.sh|\.venv/bin/activate": "test_quickstart.py",
-    r"-m pytest ": "test_packaging.py",
-    r"gpu_check\.sh": "test_gpu.py",
-    r"scripts/lessons/": "test_lessons.py",
-    r"check\.py.* (their.)?train(\.py)?": "test_check.py",
-    r"scripts/minimal/\w+\.py": "test_minimal.py",
-    r"^tensorboard ": "test_training.py",  # reads the curves of a run
-    r"\$HOST0|\$NODE|\$SHARED|^(srun|sbatch|mpirun|HOSTS=)": "test_launch.py",
-    r"kubectl|torchrun.*PET_": "test_kubernetes.py",
-}
+# Other tests run these: a pattern of the command, the file, and what it does there.
+ELSEWHERE = [
+    (r"(\./)?scripts/(quickstart|test)\.sh|source ", "test_quickstart.py", "quickstart.sh"),
+    (r"\.venv/bin/python -m pytest ", "test_packaging.py", '"-m pytest" in command'),
+    (r"python scripts/lessons/NAME\.py$", "test_lessons.py", "scripts/lessons/{name}.py"),
+    (
+        r"(.*torchrun .*|python )scripts/minimal/\w+\.py",
+        "minimal.py",
+        'f"scripts/minimal/{script}.py"',
+    ),
+    (r"tensorboard ", "test_training.py", "EventAccumulator("),
+]
+# Several machines, and schedulers: tests run the commands of the table, which differ in numbers.
+ON_MACHINES = re.compile(r"\$HOST0|\$NODE|^(srun|sbatch|mpirun|HOSTS=)")
+# A reader's own files.
+OWN_FILES = re.compile(r"my_(script|project)|their.train|kubectl|docker ")
 PAGES = [path for path in ENGLISH if path.stem != "recipes"]  # tests/test_recipes.py follows them
 TRAINS = re.compile(r"^(?!diff).*train_\w+\.py")
-IS_OWN = re.compile(r"train_.*--model mine")
+IS_OWN = re.compile(r"train_.*--(model|dataset) my_")
 NEEDS_GPUS = re.compile(r"--devices \d|VISIBLE_DEVICES=\d|--output-device|--nproc_per_node gpu")
 
 
@@ -50,19 +54,33 @@ def shown_commands():
 
 
 SHOWN = shown_commands()
-LAUNCHED = LAUNCH_TABLE.values()
-HERE = [
-    command
-    for command in SHOWN
-    if command not in LAUNCHED and not any(re.search(part, command) for part in ELSEWHERE)
-]
+TABLE = rows(section(ROOT / "docs" / "launching.md", "Every way to launch it").text)[1:]
+LAUNCHED = [code.strip("`") for _, code, *_ in TABLE]  # tests/test_launch.py runs them
 
 
-def test_commands_are_found():
+def runs_elsewhere(command):
+    return (
+        command in LAUNCHED
+        or any(re.match(pattern, command) for pattern, *_ in ELSEWHERE)
+        or bool(ON_MACHINES.search(command) or OWN_FILES.search(command))
+    )
+
+
+HERE = [command for command in SHOWN if not runs_elsewhere(command)]
+
+
+def test_each_command_is_run_somewhere():
     assert len(SHOWN) > 40
     assert len(HERE) > 20
-    for part, file in ELSEWHERE.items():
-        assert (ROOT / "tests" / file).exists(), part
+    for pattern, file, what in ELSEWHERE:
+        assert any(re.match(pattern, command) for command in SHOWN), pattern
+        assert what in (ROOT / "tests" / file).read_text(), (file, what)
+    words = ("torchrun --nnodes", "srun", "sbatch", "mpirun", "HOSTS=")
+    for word in words:  # of the commands for several machines each kind is in the table
+        assert any(word in command for command in LAUNCHED), word
+    for command in SHOWN:  # what the check is shown with runs here
+        is_own = OWN_FILES.search(command)
+        assert "check.py" not in command or is_own or command in HERE, command
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +94,9 @@ def project(tmp_path_factory, synthetic_dir):
 
 @pytest.fixture(scope="module")
 def shown(project):
-    """What commands name that no command before them has made: a run with a profile, pictures."""
+    """What commands name that no command before them has made: a run with a profile."""
     line = "python train_ddp.py --nprocs 2 --profile --max-steps 20 --run-dir runs/shown"
     succeed(run_shown(line, project, 20))
-    image = pytest.importorskip("PIL.Image", reason="needs Pillow")
-    digits = data.load_dataset("synthetic", str(project / "data"))[1].images
-    for name in ("digit.png", "photo.jpg"):
-        image.fromarray(digits[0].numpy()).save(project / name)
     return project
 
 

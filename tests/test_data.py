@@ -22,16 +22,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils._pytree import tree_flatten
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 import data
 import models
-from tests.processes import ROOT, Training, error_line, finish, run, script, start, wait_until
-from utils import signals
+from tests.processes import (
+    ROOT,
+    Training,
+    error_line,
+    finish,
+    fork,
+    run,
+    script,
+    start,
+    wait_until,
+)
 from utils.datasets import fetch, idx, loader, prepare, sources
 from utils.datasets.digits import draw_digits
 from utils.datasets.sources import DataError
-from utils.errors import UserError, explain, guard
+from utils.errors import UserError, end_workers, explain
 from utils.files import lock_file
 from utils.training.first_pass import first_pass
 
@@ -87,18 +104,6 @@ def test_a_folder_that_cannot_be_written_ends_in_one_line(tmp_path):
     [lock] = [path for path in tmp_path.rglob("*") if path.is_file()]
     line = error_line(run(*PREPARE, "synthetic", "--data-dir", lock))
     assert ".lock/Synthetic/raw (Not a directory): pass another --data-dir" in line
-
-
-def fork(function):
-    """Start a process that does one thing as a script would: with stop signals, and one line."""
-
-    def script_like():
-        signals.install_handlers()
-        sys.exit(guard(lambda: [function(), 0][1]))
-
-    process = multiprocessing.get_context("fork").Process(target=script_like)
-    process.start()
-    return process
 
 
 def test_waiting_for_the_data_is_bounded_names_for_whom_and_hears_a_stop(tmp_path, monkeypatch):
@@ -296,8 +301,8 @@ def test_loader_workers_and_a_resident_set_give_the_same_batches(python_3_14):
     dataset = Set(50)
     plain = [labels.tolist() for labels in dataset.labels.split(7)]
     for each, workers in ((dataset, 2), (dataset, 0), (dataset.to(CPU), 0)):
-        loader = DataLoader(each, 7, **data.loader_options(each, workers, CPU))
-        assert [labels.tolist() for _, labels in loader] == plain
+        batches = loader.batches(DataLoader(each, 7, **data.loader_options(each, workers, CPU)))
+        assert [labels.tolist() for _, labels in batches] == plain
     empty = DataLoader(dataset, 7, sampler=range(2, 2, 3), **data.loader_options(dataset, 0, CPU))
     assert list(empty) == [], "a share of nothing"
 
@@ -434,8 +439,9 @@ OWN = [
     (None, [data.ImageSet(torch.zeros(3), torch.zeros(3))], "returned ImageSet: return two map"),
     (None, (Noisy(), (1, 2)), "returned Noisy, tuple: return two"),
     (None, (Stream(), Noisy()), "returned Stream, Noisy: .*docs/recipes.md"),
-    (None, (Pictures(), Noisy()), "make no batch .*PIL.* return pairs"),
-    (None, (TensorDataset(torch.zeros(3, 2)), Noisy()), "make no batch .*return pairs"),
+    (None, (Noisy(), Noisy(count=0)), "or the test set is empty"),
+    (None, (Pictures(), Noisy()), "make no batch .*PIL.* give the data set a collate_fn"),
+    (None, (TensorDataset(torch.zeros(3, 2)), Noisy()), "cannot take the images of --dataset"),
     (nn.Linear(3, 4), (Noisy(), Noisy()), r"cannot take the images of --dataset, \[4\]"),
     (nn.Bilinear(4, 4, 4), (Noisy(), Noisy()), "cannot take the images .*missing 1 required"),
     (nn.Linear(4, 4).requires_grad_(False), (Noisy(), Noisy()), "no parameter to train"),
@@ -514,3 +520,141 @@ def test_frozen_statistics_that_move_are_noted(capsys):
         model[0].requires_grad_(not frozen)
         try_first(model, *sets)
         assert ("of the frozen 0 still move" in capsys.readouterr().out) == frozen
+
+
+class Sentences:
+    """Dicts of sequences of different lengths, of a class that is no Dataset, as Hugging Face's."""
+
+    def __init__(self, offset=0):
+        self.offset = offset
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return {"ids": torch.full((index % 3 + 1,), index + self.offset), "text": str(index)}
+
+    def collate_fn(self, samples):
+        ids = nn.utils.rnn.pad_sequence([sample["ids"] for sample in samples], batch_first=True)
+        noise = torch.rand(len(samples)) + np.random.rand()
+        return {"ids": ids, "more": [noise, *(sample["text"] for sample in samples)]}
+
+
+class Triples(Sentences):
+    collate_fn = staticmethod(default_collate)
+
+    def __getitem__(self, index):
+        return torch.tensor([index]), index + self.offset, f"the text {index}"
+
+
+@pytest.mark.parametrize("kind", [Sentences, Triples])
+def test_samples_may_have_any_form(kind):
+    """With any workers; ranks with other samples are found; a batch goes to a device."""
+    torch.manual_seed(0)
+    whole, other, part = kind(), kind(offset=1), Subset(kind(), range(12))
+    [first, second] = loader.place([whole, part], CPU, None)
+    found = []
+    for each, workers in ((first, 0), (second, 0), (first, 2)):
+        options = data.loader_options(each, workers, CPU)
+        sampler = data.EpochSampler(each, 4)
+        found.append([*DataLoader(each, 4, sampler=sampler, **options)])
+    assert repr(found[0]) == repr(found[1]) == repr(found[2])
+    assert len(found[0]) == 3
+    [moved] = [loader.to_device(batch, torch.device("meta")) for batch in found[0][:1]]
+    tensors = [x for x in tree_flatten(moved)[0] if isinstance(x, torch.Tensor)]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert len(tensors) == 2
+    assert tree_flatten(moved)[1] == tree_flatten(found[0][0])[1], "of another form"
+    assert same(whole, kind())
+    assert not same(whole, other)
+
+
+class Stuck(Noisy):
+    """Waits in a sample that stands in ``at``, or ends the epoch there."""
+
+    at = -1
+
+    def __getitem__(self, index):
+        if index == self.at:
+            time.sleep(600)
+        if index == -self.at:
+            return next(iter(()))
+        return super().__getitem__(index)
+
+
+def loaded(at, workers):
+    dataset = Stuck()
+    dataset.at = at
+    [dataset, _] = loader.place([dataset] * 2, CPU, None)
+    return DataLoader(dataset, 4, **data.loader_options(dataset, workers, CPU))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_that_ends_early_is_an_error(workers):
+    assert len([*loader.batches(loaded(-99, workers))]) == 10
+    with pytest.raises(DataError, match="the data set Stuck ended after 2 of 10 batches: a StopI"):
+        list(loader.batches(loaded(-9, workers)))
+    end_workers()
+
+
+def test_a_batch_that_does_not_come_is_told_and_then_an_error(monkeypatch, capfd):
+    """By PyTorch's own words, since its error has no type: they may change."""
+    monkeypatch.setattr(loader, "BATCH_TIMEOUT", 0.1)
+    monkeypatch.setattr(loader, "FIRST_LINE", 0.3)
+    stuck = loader.batches(loaded(9, 1), timeout=1.0)
+    assert len([next(stuck), next(stuck)]) == 2
+    with pytest.raises(DataError, match=r"waited \d s .*py-spy dump --pid \d+; it wa") as caught:
+        next(stuck)
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith("rank 0 has waited 0 s for a batch of the data set Stuck: usually")
+    end_workers()  # before the loader in this traceback goes, which would wait for the stuck one
+    del caught
+
+
+class Locked(Noisy):
+    """Has what no other process can be given."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_set_that_cannot_be_sent_to_a_worker_is_one_line(python_3_14):
+    local = type("Local", (Noisy,), {"__qualname__": "function.<locals>.Local"})
+    for dataset in (Locked(), local()):
+        dataset = loader.place([dataset] * 2, CPU, None)[0]
+        options = data.loader_options(dataset, 1, CPU)
+        with pytest.raises(DataError, match=r"cannot be sent to a loader worker .*by forkserver"):
+            next(loader.batches(DataLoader(dataset, 4, **options)))
+
+
+# Starts workers by a method of choice, and says so once they have given a batch.
+WORKERS = """
+import multiprocessing, sys, time
+sys.path.insert(0, sys.argv[1])
+import torch, data
+from torch.utils.data import DataLoader
+from utils.datasets.loader import batches
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method(sys.argv[2])
+    dataset = data.ImageSet(torch.zeros(9, 2, 2).byte(), torch.zeros(9).long())
+    loader = DataLoader(dataset, 3, **data.loader_options(dataset, 2, torch.device("cpu")))
+    started = batches(loader)
+    next(started)
+    print("started", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    "method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
+)
+def test_a_training_that_is_killed_leaves_no_worker(method, tmp_path):
+    """However Python starts them; ``no_process_is_left`` looks."""
+    (tmp_path / "main.py").write_text(WORKERS)
+    process = start(sys.executable, tmp_path / "main.py", ROOT, method, real=True)
+    assert process.stdout.readline() == "started\n"
+    process.kill()
+    process.wait()

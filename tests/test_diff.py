@@ -1,24 +1,13 @@
 """The lesson of this collection is the diff of its scripts: it has to stay small and explained."""
 
 import ast
-import builtins
 import difflib
-import inspect
-import keyword
-import os
+import itertools
 import re
-from datetime import timedelta
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
-from tests.documents import rows, section, spans
-from tests.sources import LESSONS, ROOT, code_lines
-from tests.test_house import FULL
+from tests.sources import FULL, ROOT, code_lines
 
 LIMITS = {"dp": (6, 10), "ddp": (12, 42)}  # code lines removed, added
 MINIMAL = "scripts/minimal/"
@@ -26,7 +15,8 @@ ADDED = "ACCUMULATE AMP CLIP LOAD LOG RESTART RESUME SEED STOP"
 DIFFS = [  # the old and the new script, the limits, and the words that begin the hunks' comments
     *(("train_single", f"train_{name}", *LIMITS[name], name.upper()) for name in LIMITS),
     (f"{MINIMAL}single", f"{MINIMAL}dp", 3, 3, "DP"),
-    (f"{MINIMAL}single", f"{MINIMAL}ddp", 6, 20, "DDP"),
+    (f"{MINIMAL}single", f"{MINIMAL}ddp", 6, 25, "DDP"),
+    (f"{MINIMAL}ddp", f"{MINIMAL}fsdp", 4, 18, "FSDP"),
     (f"{MINIMAL}ddp", f"{MINIMAL}ddp_complete", 15, 95, ADDED),
 ]
 
@@ -59,79 +49,103 @@ def test_a_script_changes_few_lines_and_says_why(old, new, max_removed, max_adde
     assert seen == {*words.split()}
 
 
-# What DDP asks of anyone who uses it, by a call where there is one, else by words of a comment.
-ACTS = {
-    "the environment": 'os.environ["LOCAL_RANK"]',
-    "the process group": "dist.init_process_group(",
-    "other random numbers on each rank": "random numbers, since",
-    "a share of the samples": "# DDP: the sampler",
-    "the global batch": "* world_size",
-    "the unpadded test share": "range(rank, len(test_set), world_size)",
-    "the wrapper": "= DistributedDataParallel(",
-    "no all-reduce before the last micro-step": "model.require_backward_grad_sync = ",
-    "the all-reduce in the backward": "averages the gradients",
-    "the buffers before an evaluation": "dist.broadcast(buffer, src=0)",
-    "the sums of the metrics": "dist.all_reduce(",
-    "rank 0 alone writes": "rank 0 alone writes",
-    "the end": "dist.destroy_process_group()",
+# What DDP asks of anyone who uses it: an expression of code that the baseline does not have.
+RUN = r"with Run\(.*\brank=rank\)"  # it seeds the generators of each rank, and rank 0 alone writes
+ACTS = {  # in train_ddp.py, and in minimal/ddp.py, which does not accumulate
+    "the environment": (r"os\.environ\['LOCAL_RANK'\]",) * 2,
+    "the process group": (r"^dist\.init_process_group\(",) * 2,
+    "other random numbers on each rank": (RUN, r"^torch\.manual_seed\(rank\)"),
+    "a share of the samples": (r"EpochSampler\(.* world_size, rank,", r"= DistributedSampler\("),
+    "the global batch": (r"^global_batch_size = .*\* world_size",) * 2,
+    "the unpadded test share": (r"range\(rank, len\(test_set\), world_size\)",) * 2,
+    "the wrapper": (r"^model = DistributedDataParallel\(raw_model",) * 2,
+    "no all-reduce before the last micro-step": (r"^model\.require_backward_grad_sync = ", None),
+    "the buffers before an evaluation": (r"^dist\.broadcast\(buffer, src=0\)",) * 2,
+    "the sums of the metrics": (r"^dist\.all_reduce\((metrics\.)?sums\)",) * 2,
+    "rank 0 alone writes": (RUN, r"^if rank != 0:"),
+    "the end": (r"^dist\.destroy_process_group\(\)",) * 2,
 }
 
 
-def added_lines(old, new):
-    """Return the lines, comments included, that a script has beyond another one."""
-    texts = [(ROOT / f"{name}.py").read_text().partition('"""\n\n')[2] for name in (old, new)]
-    changes = difflib.ndiff(*(text.splitlines() for text in texts))
-    return [line[2:] for line in changes if line.startswith("+ ")]
+def statements(name):
+    """Return a script's statements, one a line, without comments and indentation."""
+    lines = ast.unparse(ast.parse((ROOT / f"{name}.py").read_text())).splitlines()
+    return [line.strip() for line in lines]
 
 
-@pytest.mark.parametrize("act", ACTS)
-@pytest.mark.parametrize("prefix", ["train_", MINIMAL])
-def test_each_act_of_ddp_stands_once_in_the_diff(prefix, act):
-    added = "\n".join(added_lines(f"{prefix}single", f"{prefix}ddp"))
-    is_asked = prefix == "train_" or "micro-step" not in act  # ddp.py does not accumulate
-    assert added.count(ACTS[act]) == is_asked, f"{act}: {ACTS[act]}"
+@pytest.mark.parametrize(("prefix", "place"), [("train_", 0), (MINIMAL, 1)])
+def test_each_act_of_ddp_stands_once_in_the_code_that_it_adds(prefix, place):
+    before, after = (statements(f"{prefix}{name}") for name in ("single", "ddp"))
+    for act, patterns in ACTS.items():
+        if patterns[place]:
+            found = [line for line in after if re.search(patterns[place], line)]
+            assert len(found) == 1, (act, found)
+            assert found[0] not in before, act
 
 
-def test_few_names_of_this_house_stand_in_what_ddp_adds():
-    """A reader has to look them up: neither Python nor PyTorch has them, nor does the baseline."""
-    script = (ROOT / "train_ddp.py").read_text()
-    added = [line.strip() for line in added_lines("train_single", "train_ddp")]
-    code = {line for _, line in code_lines(script) if line.strip() in added}
-    words = (re.sub('".*?"', "", line).partition("#")[0] for line in code)
-    names = {name for line in words for name in re.findall(r"[^\W\d]\w*", line)}
-    baseline = (ROOT / "train_single.py").read_text()
-    classes = (nn.SyncBatchNorm, nn.parallel, DistributedDataParallel, timedelta)
-    known = {*dir(builtins), *dir(torch), *dir(dist), *dir(os), *keyword.kwlist}
-    known.update(*map(dir, (nn, *classes)), re.findall(r"\w+", baseline))
-    known.update(re.findall(r"self\.(\w+)", inspect.getsource(DistributedDataParallel)))
-    for function in (dist.init_process_group, DistributedDataParallel, dist.broadcast, DataLoader):
-        known.update(inspect.signature(function).parameters)
-    # What the script binds itself is explained where it stands.
-    tree = ast.walk(ast.parse(script))
-    known |= {n.id for n in tree if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    assert len(names - known) <= 5, names - known
+@pytest.mark.parametrize("script", ["train_dp", "train_ddp", f"{MINIMAL}ddp"])
+def test_a_comment_stands_above_the_backward(script):
+    """Where the technique acts, the code is that of the baseline."""
+    lines = [line.strip() for line in (ROOT / f"{script}.py").read_text().splitlines()]
+    (place,) = (i for i, line in enumerate(lines) if line.endswith(".backward()"))
+    comment = list(itertools.takewhile(lambda line: line[:1] == "#", reversed(lines[:place])))
+    assert comment, lines[place]
+    assert comment[-1].startswith(("# DP: ", "# DDP: ")), comment
+
+
+# What a reader of a script has to look up: neither Python nor PyTorch has it.
+NAMES = {"single": 24, "dp": 29, "ddp": 24}
+
+
+def house_names(path):
+    """Return the names of this house in a script.
+
+    These are the functions and classes that it imports from the project, what it takes from the
+    project's modules, and the attributes of the objects that those functions and classes return.
+    """
+    tree = ast.parse(path.read_text())
+    own = {"data", "models", "utils"}
+    house = {"data", "models"}  # names that stand for something of the project
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] in own:
+            house |= {alias.name for alias in node.names}
+    made = set()
+    for node in ast.walk(tree):
+        is_assigned = isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+        if is_assigned and root_of(node.value) in house and isinstance(node.targets[0], ast.Name):
+            made.add(node.targets[0].id)
+        if isinstance(node, ast.withitem) and root_of(node.context_expr) in house:
+            made.add(node.optional_vars.id)
+    # What PyTorch made, or returns from its own classes, and plain values.
+    made -= {"args", "device", "devices", "lr", "model", "options", "raw_model"}
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and root_of(node) in house | made:
+            found.add(ast.unparse(node).partition("(")[0])
+        if isinstance(node, ast.Name) and node.id in house:
+            found.add(node.id)
+    # ``run.metrics`` and ``data`` are part of a longer name.
+    return {name for name in found if not any(other.startswith(f"{name}.") for other in found)}
+
+
+def root_of(node):
+    """Return the name with which an expression such as ``run.metrics.update(loss)`` begins."""
+    while not isinstance(node, ast.Name):
+        node = getattr(node, "func", None) or getattr(node, "value", None)
+        if node is None:
+            return ""
+    return node.id
+
+
+def test_a_reader_of_a_script_looks_up_few_names():
+    names = {name: house_names(ROOT / f"train_{name}.py") for name in NAMES}
+    for name, limit in NAMES.items():
+        assert len(names[name]) <= limit, sorted(names[name])
+    assert names["ddp"] - names["single"] == {"launch"}, "all that DDP adds is PyTorch's"
 
 
 def test_the_baseline_knows_nothing_of_the_others():
     assert "# D" not in (ROOT / "train_single.py").read_text()
-
-
-@pytest.mark.parametrize("technique", LIMITS)
-def test_the_document_sets_each_old_line_beside_the_new_one(technique):
-    """In one table a technique, with what goes wrong without the change and the lesson of it."""
-    title = {"dp": "What DataParallel", "ddp": "What DistributedDataParallel"}[technique]
-    told = rows(section(ROOT / "docs" / "diffs.md", title).text)[1:]
-    assert all(len(row) == 4 and row[2] for row in told)
-    assert {span for row in told for span in spans(row[3])} <= {path.stem for path in LESSONS}
-    first, second = (" ".join(span for row in told for span in spans(row[i])) for i in (0, 1))
-    files = [(ROOT / f"train_{name}.py").read_text() for name in ("single", technique)]
-    before, after = ([line.strip() for _, line in code_lines(text)] for text in files)
-    for i, j, begin, _ in hunks_of(before, after):
-        assert all(line in first for line in before[i:j]), before[i:j]
-        assert after[begin].removesuffix("(") in second, after[begin]
-    explained = re.findall(rf"# {technique.upper()}: .*\n(?: *# .*\n)* *(.+)", files[1])
-    for line in explained:
-        assert line.removesuffix("(") in first + second, line
 
 
 def change(other):
@@ -147,5 +161,7 @@ def change(other):
 
 @pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
 def test_the_change_in_the_readme_is_that_of_the_minimal_scripts(name):
-    cuts = re.findall(r"```diff\n([-+][^-].*?)```", (ROOT / name).read_text(), re.DOTALL)
-    assert [cut.splitlines() for cut in cuts] == [change("dp"), change("ddp")]
+    """Above its lines stand sentences, each behind an @@."""
+    cuts = re.findall(r"```diff\n(@@ .*?)```", (ROOT / name).read_text(), re.DOTALL)
+    lines = [[line for line in cut.splitlines() if line[:3] != "@@ "] for cut in cuts]
+    assert lines == [change("dp"), change("ddp")]

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.processes import ROOT, STANDALONE, Training, finish, run, wait_until
-from tests.test_launch import error_lines
+from tests.processes import ROOT, STANDALONE, Training, error_lines, finish, run, wait_until
 from utils import errors
 from utils.cluster.job import LOST_IN_TRAINING, Job, LostRank, Report
 from utils.cluster.rendezvous import Peer, Peers
@@ -111,6 +110,7 @@ def test_without_a_launcher_too(how, training):
     [
         ("frozen", "1.weight: float32 (256, 784), rank 0 float32 (256, 784), trained"),
         ("batches", "training data: "),
+        ("answers", "test data: "),
         ("buffer", "queue: float32 (3,), rank 0 None"),
         ("code", "the class ConvNet with the hash: "),
     ],

@@ -1,7 +1,7 @@
 """What only GPUs show, and the script that has it run where there are some.
 
 Tests marked ``gpu`` see the GPUs that the user lets them see; no other test does. Those marked
-``nccl`` are worth a second run with NCCL's other backend (TORCH_DIST_USE_NCCL2=0).
+``nccl`` are worth a second run with NCCL's other class (TORCH_DIST_USE_NCCL2=1).
 """
 
 import re
@@ -11,10 +11,19 @@ import sys
 import pytest
 import torch
 
-from tests import test_minimal
-from tests.processes import PRETENDED, ROOT, Training, error_line, run, succeed, summary, torchrun
-from tests.test_quickstart import copy  # noqa: F401  a fixture
-from tests.test_training import distance, state, train
+from tests import minimal
+from tests.layouts import distance, state, train
+from tests.processes import (
+    PRETENDED,
+    ROOT,
+    STANDALONE,
+    Training,
+    error_line,
+    run,
+    succeed,
+    summary,
+    torchrun,
+)
 
 SHORT = ["--model", "mlp", "--max-steps", 30, "--batch-size", 48, "--warmup-epochs", 0]
 DDP = pytest.param("ddp", marks=pytest.mark.nccl)
@@ -29,20 +38,31 @@ def training(synthetic_dir, tmp_path):
 # The script, on any machine
 
 
+# A Python that has torch and the modules that are not in $LACKS. It runs nothing: pytest fails, and
+# the doctor hangs where $HANG is set.
+FAKE_PYTHON = """case "$*" in
+    -c*find_spec*) for name in $LACKS; do case " $* " in *" $name "*) echo "$name" ;; esac; done ;;
+    -c*"(2, 9)"*) exit "${NO_TORCH:-0}" ;;
+    -c*device_count*) echo "${GPUS:-2}" ;;
+    -\\ *) [ -z "$LACKS" ] && exit || exit 1 ;;
+    *pytest*) exit 1 ;;
+    *doctor*) [ -z "$HANG" ] || exec sleep 60 ;;
+    *prepare_data*) [ -z "$NO_MNIST" ] || { echo "prepare_data.py: error: gone" >&2; exit 1; } ;;
+esac
+case "$*" in -*) ;; *) echo "ran $*" ;; esac"""
+
+
 @pytest.fixture
 def fakes(tmp_path):
     """A folder with a copy of the script, and with programs that only say what they were asked."""
     (tmp_path / "scripts").mkdir()
     for name in ("gpu_check.sh", "quickstart.sh", "environment.sh"):
         shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_one.py").write_text("@pytest.mark.gpu")
     (tmp_path / "bin").mkdir()
-    python = """case "$*" in
-        -c*) echo "${GPUS:-2}" ;;
-        -\\ *) exit "${MISSING:-0}" ;;
-        *pytest*) exit 1 ;;
-        *) echo "ran $*" ;;
-    esac"""
-    for name, text in ("nvidia-smi", "echo GPU 0: Fake; echo GPU 1: Fake"), ("python3", python):
+    smi = "echo GPU 0: Fake; echo GPU 1: Fake"
+    for name, text in ("nvidia-smi", smi), ("python3", FAKE_PYTHON):
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     return tmp_path
@@ -53,23 +73,69 @@ def check(fakes, *arguments, **variables):
     return run(*words, cwd=fakes, PATH=f"{fakes}/bin:/usr/bin:/bin", **variables)
 
 
+def report_of(fakes):
+    """Return the report and, by the name of each part, its state without the seconds."""
+    (path,) = fakes.glob("runs/gpu-check-*/report.md")
+    text = path.read_text()
+    assert text.count("```\n$ ") * 2 == text.count("```\n"), "each block is closed"
+    rows = re.findall(r"^- (\w+): (.*) \(\d+ s\)$", text, re.MULTILINE)
+    titles = re.findall("^## (.*)", text, re.MULTILINE)
+    assert titles == [*(name.title() for name, _ in rows), "Summary"]
+    return text, dict(rows)
+
+
 def test_without_a_gpu_there_is_nothing_to_check(fakes):
     """And where an environment is missing, none is made for that."""
     assert "torch can use no GPU" in error_line(check(fakes, GPUS="0"))
     (fakes / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho No devices were found\nexit 6\n")
-    assert "lists no GPU" in error_line(check(fakes, MISSING="1"))
+    assert "lists no GPU" in error_line(check(fakes, NO_TORCH="1"))
 
 
 def test_the_report_has_all_parts_although_one_failed(fakes):
     ended = check(fakes, "--data-dir", "my data")
     assert ended.returncode == 1, ended.text
-    assert "Failed: Tests; Tests with the former NCCL backend; \n" in ended.stderr
-    (report,) = fakes.glob("runs/gpu-check-*/report.md")
-    titles = [line for line in report.read_text().splitlines() if line.startswith("## ")]
-    assert len(titles) > 5
-    assert report.read_text().count("```") == 2 * len(titles)
-    assert "scripts/tools/doctor.py --dataset mnist --data-dir my data" in report.read_text()
-    assert str(report.relative_to(fakes)) in ended.stderr
+    text, states = report_of(fakes)
+    listed = [line.split()[0] for line in check(fakes, "--list").stdout.splitlines()]
+    assert list(states) == listed
+    failed = [name for name, state in states.items() if state != "complete"]
+    assert failed == ["tests", "nccl"]
+    assert "scripts/tools/doctor.py --dataset mnist --data-dir my data" in text
+    trained = re.findall(r"^\$ .* train_single.py --dataset mnist", text, re.MULTILINE)
+    assert len(trained) == 1 + 2 * 5, "a profile, and two settings with five seeds"
+    for setting in "01":
+        assert f"$ env TORCH_DIST_USE_NCCL2={setting} " in text
+    assert re.search(r"env TORCH_DIST_USE_NCCL2=1 \S*python3 -m pytest .*-m nccl", text)
+
+
+def test_what_a_machine_lacks_is_skipped_and_told(fakes):
+    lacking = {"LACKS": "hypothesis torchvision", "GPUS": "1", "NO_MNIST": "1"}
+    ended = succeed(check(fakes, **lacking))
+    text, states = report_of(fakes)
+    skipped = {name: state for name, state in states.items() if state != "complete"}
+    assert list(skipped) == ["overlap", "time", "quickstart", "tests", "nccl"]
+    for name, words in (
+        ("overlap", "skipped: it takes two GPUs"),
+        ("time", "skipped: it takes MNIST"),
+        ("quickstart", "requirements.txt (torchvision)"),
+        ("tests", "skipped: the tests need hypothesis"),
+    ):
+        assert words in skipped[name]
+    assert "No MNIST (prepare_data.py: error: gone): drawn digits instead" in text
+    assert text.count("One GPU: ") == 3, "the doctor, the launches and the benchmark"
+    assert "Reports are welcome" in ended.stderr
+
+
+def test_a_part_alone_and_one_that_takes_too_long(fakes):
+    script = fakes / "scripts" / "gpu_check.sh"
+    text = script.read_text()
+    script.write_text(text.replace("LIMIT=600", "LIMIT=2"))
+    assert script.read_text() != text
+    ended = check(fakes, "--only", "doctor,launches", HANG="1")
+    assert ended.returncode == 1
+    told, states = report_of(fakes)
+    assert states["doctor"].startswith("failed: ")
+    assert list(states) == ["doctor", "launches"]
+    assert "did not end within the ten minutes" in told
 
 
 # One GPU
@@ -245,27 +311,75 @@ def test_a_step_never_waits_for_a_gpu(technique, ranks, training):
     assert sorted(told) == ([("0", "0", "[0, 1]")] if technique == "gpus" else alone), ended.text
 
 
+# One step of DDP with four buckets, after the choice of a script, or with what torch chooses. The
+# pretended GPUs print each wait of a stream, and each call of NCCL.
+OVERLAP = """
+import ctypes, os, runpy, sys
+os.environ.pop("TORCH_DIST_USE_NCCL2", None)
+if sys.argv[1] != "torch":
+    runpy.run_path(sys.argv[1], run_name="imported")
+import torch, torch.distributed as dist
+rank = int(os.environ["RANK"])
+device = torch.device("cuda", rank)
+torch.cuda.set_device(device)
+dist.init_process_group("nccl", device_id=device)
+layers = [torch.nn.Linear(600, 600) for _ in range(8)]
+model = torch.nn.Sequential(*layers).to(device)
+model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=2)
+library = ctypes.CDLL(None)
+for step in range(3):  # the buckets are made after the first one
+    if (rank, step) == (0, 2):
+        library.setenv(b"PRETEND_WAITS", b"1", 1)
+    model(torch.ones(4, 600, device=device)).sum().backward()
+library.unsetenv(b"PRETEND_WAITS")
+torch.cuda.synchronize()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.skipif(not PRETENDED, reason="needs pretended GPUs, which print waits")
+@pytest.mark.parametrize(
+    ("chosen_by", "waits"),
+    [("scripts/minimal/ddp.py", 0), ("scripts/minimal/ddp_complete.py", 0), ("torch", 3)],
+)
+def test_gradients_travel_while_the_backward_computes(chosen_by, waits, tmp_path):
+    """Where "torch" has no wait any more, PyTorch has cured it: the scripts' line can go."""
+    (tmp_path / "overlap.py").write_text(OVERLAP)
+    where = chosen_by if chosen_by == "torch" else ROOT / chosen_by
+    ended = succeed(run(*STANDALONE, 2, tmp_path / "overlap.py", where, real=True, timeout=120))
+    told = re.findall(r"^(NCCL|WAIT stream \(nil\))", ended.stderr, re.MULTILINE)
+    sends = [index for index, line in enumerate(told) if line == "NCCL"]
+    assert len(sends) == 4, ended.stderr
+    assert told[sends[0] : sends[-1]].count("WAIT stream (nil)") == waits
+    assert told[sends[-1] :].count("WAIT stream (nil)") >= 4, "before the optimizer's step"
+
+
 # All else that trains or measures
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("name", test_minimal.SCRIPTS)
+@pytest.mark.parametrize("name", minimal.SCRIPTS)
 def test_a_minimal_script_takes_the_gpus(name, short_dir, tmp_path):
-    ended = test_minimal.train(name, 2, tmp_path, "--data-dir", short_dir, "--epochs", 2)
-    assert test_minimal.result(ended)[1] > 50
+    ended = minimal.train(name, 2, tmp_path, "--data-dir", short_dir, "--epochs", 2)
+    assert minimal.result(ended)[1] > 50
     assert b"cuda:0" in (tmp_path / "model.pt").read_bytes()
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize(("gpus", "rows"), [("0", ["single"]), ("0,1", ["single", "dp", "ddp"])])
-def test_quickstart_compares_what_the_gpus_allow(gpus, rows, copy, synthetic_dir):  # noqa: F811
+@pytest.mark.parametrize(
+    ("gpus", "rows"), [("0", ["single", "dp", "ddp", "single"]), ("0,1", ["single", "dp", "ddp"])]
+)
+def test_quickstart_compares_what_the_gpus_allow(gpus, rows, copy, synthetic_dir):
     words = ["--dataset", "synthetic", "--data-dir", synthetic_dir, "--model", "linear"]
     words += ["--max-steps", 30]
     quickstart = copy / "scripts" / "quickstart.sh"
     ended = run(quickstart, *words, cwd=copy, timeout=200, CUDA_VISIBLE_DEVICES=gpus)
     told = [line.split() for line in succeed(ended).stdout.splitlines() if line.endswith(" MB")]
-    assert [row[0] for row in told] == rows
-    assert "A device is a GPU (cuda)." in ended.stdout
+    assert [row[0] for row in told] == rows.split()
+    is_one = gpus == "0"
+    assert ("except in the row of cuda" in ended.stdout) == is_one
+    assert ("A device is a GPU (cuda)." in ended.stdout) == (not is_one)
 
 
 @pytest.mark.gpu(2)
@@ -281,7 +395,7 @@ def test_the_tools_work_on_gpus(synthetic_dir, tmp_path):
     few = ["--model", "mlp", "--batch-size", 16]
     for name, words, line in [
         ("doctor.py", where, r"^all-reduce +ok"),
-        ("scaling.py", few, r"^DDP: predicted .* measured"),
+        ("scaling.py", few, r"^DDP, torch .*: .*(during|after|to tell)"),
     ]:
         words = torchrun(2, f"scripts/tools/{name}", *words)
         ended = succeed(run(*[word for word in words if word != "--no-progress"]))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import Training, finish, run, start, succeed, summary, wait_until
-from tests.test_launch import LAUNCH_TABLE, SHORT, error_lines, finish_all
+from tests.launches import LAUNCH_TABLE, SHORT, finish_all
+from tests.processes import Training, error_lines, finish, run, start, succeed, summary, wait_until
 
 # Root in a container may not make any.
 HAS_NAMESPACES = os.geteuid() == 0 and not os.system("unshare -n ip link >/dev/null 2>&1")

@@ -6,15 +6,15 @@ import sys
 
 import pytest
 
+from tests.documents import LESSONS, problems, quoted
 from tests.processes import ROOT, run
-from tests.test_docs import LESSONS, symptoms
 
 FOLDER = ROOT / "scripts" / "lessons"
 TIMEOUT = 150.0  # seconds; a lesson ends itself after 120
 # Ten seconds and more, most of which they wait on purpose or compute for a measurement.
 SLOW = {
     *("break_thread_oversubscription", "break_timeout", "break_world_size", "ddp_by_hand"),
-    *("init_methods", "join_uneven", "zero_first"),
+    *("init_methods", "join_uneven", "process_numbers", "zero_first"),
 }
 
 
@@ -22,16 +22,23 @@ SLOW = {
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in LESSONS]
 )
 def test_a_lesson_shows_what_it_claims(name):
-    """It prints a line of each symptom that names it, and the findings of the check."""
+    """It prints what the documents quote from it, and the findings of the check."""
     docstring = (FOLDER / f"{name}.py").read_text().split('"""')[1]
     assert docstring.rsplit("\n\n", 1)[-1].startswith("It prints "), docstring
     finished = run(sys.executable, f"scripts/lessons/{name}.py", timeout=TIMEOUT)
     assert finished.returncode == 0, finished.text
     assert "\nshown: " in finished.stdout
     assert "Traceback" not in finished.text
-    for quoted in (literals for literals, lessons in symptoms() if name in lessons and literals):
-        patterns = [re.escape(line).replace(r"\.\.\.", ".*") for line in quoted]
-        assert any(re.search(each, finished.text) for each in patterns), (quoted, finished.text)
+    for group, messages, lessons in problems():
+        if group == "Messages of PyTorch" and name in lessons:
+            patterns = [re.escape(line).replace(r"\.\.\.", ".*") for line in messages]
+            assert any(re.search(each, finished.text) for each in patterns), messages
+    numbers, words = quoted(name)
+    printed = [float(number) for number in re.findall(r"\d+\.\d+", finished.stdout)]
+    for number in map(float, numbers):  # the last digit differs between processors
+        assert any(abs(number - each) <= 0.02 * number for each in printed), number
+    for text in words:
+        assert text in finished.text, text
     rows = (ROOT / "scripts/check/findings.txt").read_text().splitlines()[1:]
     for _, finding, lesson, _ in ([*map(str.strip, row.split("|"))] for row in rows):
         assert lesson != name or f"'{finding}'" in finished.stdout, finding

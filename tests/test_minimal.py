@@ -15,10 +15,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import data
 import models
+from tests.minimal import FOLDER, RESULT, SCRIPTS, TIMEOUT, begin, result, train
 from tests.processes import (
     ALTERED,
     ROOT,
-    STANDALONE,
     error_line,
     finish,
     free_port,
@@ -29,37 +29,23 @@ from tests.processes import (
     wait_until,
 )
 
-FOLDER = ROOT / "scripts" / "minimal"
-SCRIPTS = ("single", "dp", "ddp", "ddp_complete")
 IMAGES = 1920  # in short_dir
-TIMEOUT = 150.0
-RESULT = re.compile(r"^epoch (\d+): loss (\d+\.\d+), (\d+\.\d+)% of (\d+)$", re.MULTILINE)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [*SCRIPTS, "fsdp"])
 def test_a_reader_replaces_two_imports(script):
     source = (FOLDER / f"{script}.py").read_text()
     names = {*re.findall(r"^(?:from|import) (\w+)", source, re.MULTILINE)}
     assert names - sys.stdlib_module_names == {"torch", "data", "models"}
 
 
-@pytest.mark.parametrize(("script", "variables"), [("ddp", {}), ("ddp_complete", {"RANK": "0"})])
+@pytest.mark.parametrize(
+    ("script", "variables"), [("ddp", {}), ("fsdp", {}), ("ddp_complete", {"RANK": "0"})]
+)
 def test_without_torchrun_one_line_says_how_to_start_it(script, variables, tmp_path):
     ended = run(sys.executable, FOLDER / f"{script}.py", cwd=tmp_path, **variables)
     command = f"torchrun --standalone --nproc_per_node 2 {FOLDER / script}.py"
     assert (ended.returncode, ended.text) == (2, f"start it with: {command}\n")
-
-
-def begin(script, ranks, folder, *flags, **variables):
-    """Start a training in ``folder``, where it leaves its checkpoint."""
-    folder.mkdir(exist_ok=True)
-    launcher = [*STANDALONE, ranks] if "ddp" in script else [sys.executable]
-    words = [ALTERED, f"scripts/minimal/{script}.py", "--dataset", "synthetic", *flags]
-    return start(*launcher, *words, cwd=folder, **variables)
-
-
-def train(script, ranks, folder, *flags, **variables):
-    return finish(begin(script, ranks, folder, *flags, **variables), TIMEOUT)
 
 
 def docstring_command(script, number, data_dir):
@@ -68,14 +54,6 @@ def docstring_command(script, number, data_dir):
     line = [line for line in text.splitlines() if line[:4] == "    "][number]
     line = f"{' '.join(line.split())} --data-dir {data_dir}"  # Python has joined what continues
     return line.replace("scripts/", f"{ROOT}/scripts/")
-
-
-def result(ended, count=500):
-    """Return loss and accuracy in per cent, of the last epoch."""
-    assert ended.returncode == 0, ended.text
-    _, loss, accuracy, found = RESULT.findall(ended.stdout)[-1]
-    assert int(found) == count
-    return float(loss), float(accuracy)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """The arithmetic of a step: learning rates, momentum, random numbers, sums."""
 
 import math
+import random
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -67,11 +69,12 @@ def test_momentum_that_is_there_from_the_start_changes_nothing():
 def test_random_numbers_come_from_seed_rank_and_position():
     def draw(*place):
         seed_step(CPU, *place)
-        return float(torch.rand(1))
+        return float(torch.rand(1)), float(np.random.beta(0.2, 0.2)), random.random()
 
     places = [(seed, rank, samples) for seed in (0, 1) for rank in (0, 1) for samples in (0, 96)]
     assert [draw(*place) for place in places] == [draw(*place) for place in places]
-    assert len({draw(*place) for place in places}) == len(places)
+    for generator in range(3):
+        assert len({draw(*place)[generator] for place in places}) == len(places)
 
 
 def test_evaluation_sums_exactly_and_leaves_the_model_as_it_is():

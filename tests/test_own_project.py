@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
+from tests.layouts import state
 from tests.processes import ROOT, Training, run, succeed, summary
-from tests.test_training import state
 
 COMPARE = ROOT / "scripts/tools/compare.py"
 TECHNIQUES = ("single", "dp", "ddp")

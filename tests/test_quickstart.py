@@ -1,5 +1,7 @@
 """The scripts in bash: the first command, the environment, and launches that cannot work."""
 
+import datetime
+import itertools
 import os
 import re
 import shlex
@@ -10,15 +12,7 @@ import pytest
 
 from tests.processes import ROOT, error_line, finish, run, start, succeed, wait_until
 
-# Programs that install and start nothing. $GPUS is what torch counts, $INSTALL what pip does.
-PYTHON = """case "$*" in
-    -c*) echo "${GPUS:-0}" ;;
-    -m\\ venv*) mkdir -p "$3/bin" && touch "$3/pyvenv.cfg" && cp "$0" "$3/bin/python" ;;
-    -m\\ pip*) eval "$INSTALL" ;;
-    -\\ *) [ -z "$INSTALL" ] ;;
-    *) echo "ran $*" ;;
-esac"""
-FAKES = {"python3": PYTHON} | dict.fromkeys(("torchrun", "ssh", "srun"), "echo STARTED")
+AGED = '[ "$1" = --version ] && echo Python 3.9.2'
 TWO = {"NNODES": "2", "MASTER_ADDR": "a"}
 WRONG = [
     ("run_torchrun.sh", {"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0 is not a whole number, 1 or"),
@@ -36,21 +30,13 @@ WRONG = [
     ("run_torchrun.sh", {"PATH": "/usr/bin:/bin", "VENV": "old"}, "Python was upgraded"),
     ("quickstart.sh", {"INSTALL": "false", "VENV": "old"}, "Python was upgraded"),
     ("test.sh", {"INSTALL": "false", "VENV": "fakes"}, "fakes exists, but is not a virtual"),
-    ("test.sh", {"INSTALL": "false", "TORCH_BACKEND": "rocm"}, "is neither cpu nor cuda"),
+    ("test.sh", {"INSTALL": "false", "TORCH_BACKEND": "rocm"}, "TORCH_BACKEND=rocm is none of cpu"),
+    ("test.sh", {"INSTALL": "false", "VENV": "aged"}, "aged has Python 3.9.2, and Python 3.11 or"),
+    ("quickstart.sh", {"FLAGS": "--data-dir"}, "--data-dir wants a folder after it"),
+    ("gpu_check.sh", {"FLAGS": "--data-dir"}, "--data-dir wants a folder after it"),
+    ("gpu_check.sh", {"FLAGS": "--only doctor,docter"}, "docter is no part: see --list"),
+    ("gpu_check.sh", {"FLAGS": "--all"}, "--all is none of its flags"),
 ]
-
-
-@pytest.fixture
-def copy(tmp_path):
-    """A checkout of its own, without an environment; and fake programs."""
-    for path in ROOT.iterdir():
-        if path.name not in (".git", ".venv", "runs", "data"):
-            (tmp_path / path.name).symlink_to(path)
-    (tmp_path / "fakes").mkdir()
-    for name, text in FAKES.items():
-        (tmp_path / "fakes" / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / "fakes" / name).chmod(0o755)
-    return tmp_path
 
 
 def faked(copy, name, *arguments, **variables):
@@ -85,16 +71,30 @@ def test_quickstart_compares_the_three(copy, synthetic_dir):
     succeed(run(*shlex.split(line)[3:], cwd=copy))
 
 
-@pytest.mark.parametrize(
-    ("gpus", "flags", "devices"),
-    [(0, [], "cpu " * 4), (1, [], "0"), (2, [], "0 0,1 0,1"), (2, ["--device", "cpu"], "cpu " * 4)],
-)
-def test_a_gpu_is_a_device_where_there_are_some(gpus, flags, devices, copy):
-    words = ["--epochs", "2", *flags]
-    ended = finish(faked(copy, "quickstart.sh", *words, GPUS=str(gpus)))
+# GPUs, flags of the user, and devices and CPU threads of each training: DataParallel has two cores
+# in one process, DDP one in each of two.
+CORES = ["cpu 1", "cpu 2", "cpu 1"]
+DEVICES = [
+    (0, [], [*CORES, "cpu 2"]),
+    (1, [], [*CORES, "0 -"]),
+    (1, ["--device", "cuda"], ["0 -"]),
+    (2, [], ["0 -", "0,1 -", "0,1 -"]),
+    (2, ["--device", "cpu"], [*CORES, "cpu 2"]),
+]
+
+
+@pytest.mark.parametrize(("gpus", "flags", "devices"), DEVICES)
+def test_a_gpu_is_a_device_where_there_are_two(gpus, flags, devices, copy):
+    """One GPU trains alone, beside DataParallel and DDP on the CPU."""
+    ended = finish(faked(copy, "quickstart.sh", "--epochs", "2", *flags, GPUS=str(gpus)))
     assert ended.returncode == 0, ended.text
-    trained = re.findall(r"^ran .*?--devices? (\S+)", ended.stdout, re.MULTILINE)
-    assert trained == devices.split()
+    found = []
+    for line in re.findall(r"^ran .*train_.*", ended.stdout, re.MULTILINE):
+        given = dict(itertools.pairwise(line.split()))
+        device = given.get("--devices") or given["--device"]
+        found.append(f"{device} {given.get('--threads', '-')}")
+        assert given.get("--replicas") == ("2" if "train_dp" in line and device == "cpu" else None)
+    assert found == devices
     assert ("so they need two" in ended.stderr) == (gpus == 1)
 
 
@@ -115,16 +115,39 @@ def test_only_an_environment_that_this_run_made_is_removed(install, status, is_m
     assert (copy / ".venv").exists() == is_mine
 
 
-@pytest.mark.parametrize(
-    ("chosen", "has_gpu", "is_small"),
-    [("", False, True), ("", True, False), ("cuda", False, False), ("cpu", True, True)],
-)
-def test_without_a_gpu_the_small_build_of_torch_is_installed(chosen, has_gpu, is_small, copy):
-    (copy / "fakes" / "nvidia-smi").write_text(f"#!/bin/sh\nexit {int(not has_gpu)}\n")
-    (copy / "fakes" / "nvidia-smi").chmod(0o755)
-    install = 'echo "from $PIP_EXTRA_INDEX_URL" >&2; false'
+# What nvidia-smi says of driver and GPU, TORCH_BACKEND, and the folder of the build and its size.
+BUILDS = [
+    (None, "", "/whl/cpu ", "1 GB"),
+    ("580.65.06, 9.0", "", "", "6 GB"),
+    ("535.104.05, 9.0", "", "/whl/cu126 ", "6 GB"),  # a driver too old for CUDA 13
+    ("580.65.06, 7.0", "", "/whl/cu126 ", "6 GB"),  # a GPU too old for it
+    (None, "cuda", "", "6 GB"),
+    ("580.65.06, 9.0", "cpu", "/whl/cpu ", "1 GB"),
+    (None, "rocm7.1", "/whl/rocm7.1 ", "6 GB"),
+]
+
+
+@pytest.mark.parametrize(("smi", "chosen", "folder", "size"), BUILDS)
+def test_the_build_of_torch_fits_the_machine(smi, chosen, folder, size, copy):
+    """With pip, which takes the package index's build if it is asked for nothing else."""
+    fake = copy / "fakes" / "nvidia-smi"
+    fake.write_text(f"#!/bin/sh\necho '{smi}'\n" if smi else "#!/bin/sh\nexit 9\n")
+    fake.chmod(0o755)
+    install = 'echo "asked: $* " >&2; case "$*" in *-r*) false ;; esac'
     ended = finish(faked(copy, "test.sh", INSTALL=install, TORCH_BACKEND=chosen))
-    assert ("/whl/cpu" in ended.stderr) == ("2 minutes, 1 GB" in ended.stderr) == is_small
+    assert f"(about 2 minutes, {size})" in ended.stderr
+    asked = re.findall("asked: .* --disable-pip-version-check (.*)", ended.stderr)
+    assert asked.pop() == "-rrequirements.txt -rrequirements-dev.txt "
+    url = f"--index-url https://download.pytorch.org{folder}torch torchvision "
+    assert asked == ([url] if folder else [])
+
+
+def test_uv_finds_the_build_itself(copy):
+    (copy / "fakes" / "uv").write_text('#!/bin/sh\necho "uv: $UV_TORCH_BACKEND" >&2; exit 1\n')
+    (copy / "fakes" / "uv").chmod(0o755)
+    for chosen, told in (("", "auto"), ("cpu", "cpu"), ("cuda", "")):
+        ended = finish(faked(copy, "test.sh", INSTALL="false", TORCH_BACKEND=chosen))
+        assert f"uv: {told}\n" in ended.stderr
 
 
 @pytest.mark.parametrize(("name", "settings", "words"), WRONG)
@@ -132,11 +155,25 @@ def test_what_cannot_work_is_one_line_before_anything_starts(name, settings, wor
     (copy / "old" / "bin").mkdir(parents=True)
     for python in ("python", "python3"):
         (copy / "old" / "bin" / python).symlink_to("/gone/python3.9")
+    (copy / "aged" / "bin").mkdir(parents=True)
+    (copy / "aged" / "pyvenv.cfg").touch()
+    (copy / "aged" / "bin" / "python").write_text("#!/bin/sh\n" + AGED)
+    (copy / "aged" / "bin" / "python").chmod(0o755)
     before = sorted(copy.rglob("*"))
-    ended = finish(faked(copy, name, **settings))
+    ended = finish(faked(copy, name, *settings.get("FLAGS", "").split(), **settings))
     assert words in error_line(ended)
     assert "STARTED" not in ended.stdout
     assert sorted(copy.rglob("*")) == before, "nothing is removed"
+
+
+def test_a_batch_job_is_warned_and_ends_with_its_first_failure(copy):
+    """Slurm reads the options above the first command; its signal has to reach the tasks."""
+    text = (ROOT / "scripts" / "slurm.sbatch").read_text()
+    options = re.findall(r"^#SBATCH (\S+)$", text.partition("\nset -")[0], re.MULTILINE)
+    assert "--signal=USR1@90" in options, "not B:USR1, which the batch script alone would get"
+    assert {"--requeue", "--open-mode=append"} <= {*options}
+    told = succeed(finish(faked(copy, "slurm.sbatch", "--dry-run"))).stdout
+    assert told.split()[:2] == ["srun", "--kill-on-bad-exit=1"]
 
 
 @pytest.mark.parametrize("name", ["run_torchrun.sh", "run_ssh.sh", "slurm.sbatch"])
@@ -152,10 +189,28 @@ def test_a_dry_run_anywhere_on_the_line_starts_nothing(name, copy):
 
 
 def test_settings_reach_the_command(copy):
-    """A job's own name, and hosts from a file."""
-    elastic = {"NNODES": "1:4", "MASTER_ADDR": "a", "RDZV_ID": "mine", "NPROC_PER_NODE": "1"}
-    told = succeed(finish(faked(copy, "run_torchrun.sh", "--dry-run", **elastic))).stdout
-    assert "--rdzv_id mine " in told
+    """A job's name, settings on other hosts, and hosts from a file."""
+    day = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d")
+    job = {"MASTER_ADDR": "a", "NPROC_PER_NODE": "1"}
+    for settings, name in (
+        ({"NNODES": "1:4", "RDZV_ID": "mine"}, "mine"),
+        ({"NNODES": "1:4"}, "mnist-ddp"),  # a machine may join on another day
+        ({"NNODES": "2"}, f"mnist-ddp-{day}"),  # or a failed run would go on, unasked
+    ):
+        told = succeed(
+            finish(faked(copy, "run_torchrun.sh", "--dry-run", **job, **settings))
+        ).stdout
+        assert f"--rdzv_id {name} " in told
+    settings = {"MASTER_PORT": "4", "RDZV_TIMEOUT": "5", "MAX_RESTARTS": "6", "SCRIPT": "my script"}
+    hosts = {"HOSTS": "a", "NPROC_PER_NODE": "3", "SSH": "my ssh"} | settings
+    told = succeed(finish(faked(copy, "run_ssh.sh", "--dry-run", **hosts))).stdout
+    line = told.splitlines()[0]
+    assert line.startswith("my ssh a: cd ")
+    given = {word.partition("=")[::2] for word in shlex.split(line)}
+    assert {*settings.items(), ("NPROC_PER_NODE", "3"), ("NNODES", "1")} <= given
+    assert shlex.split(line)[-1] == "scripts/run_torchrun.sh", (
+        "without flags nothing comes after it"
+    )
     (copy / "hosts").write_text("# ours\nnode7 slots=8\n\nme@node8  # new\n")
     hosts = {"HOSTFILE": "hosts", "NPROC_PER_NODE": "1"}
     told = succeed(finish(faked(copy, "run_ssh.sh", "--dry-run", **hosts))).stdout
@@ -165,13 +220,43 @@ def test_settings_reach_the_command(copy):
     ]
 
 
-@pytest.mark.parametrize(("usable", "processes"), [(3, "gpu"), (0, "2")])
-def test_only_gpus_that_torch_can_use_are_counted(usable, processes, tmp_path):
-    """NVML, which device_count() asks, lists three; the driver may be too old for torch."""
-    torch = f"class cuda:\n device_count = lambda: 3\n is_available = lambda: {usable} > 0\n"
-    (tmp_path / "torch.py").write_text(f"__version__ = '2.15'\n{torch}")
+TORCH = """
+__version__ = "2.15"
+class Tensor:
+    def __init__(self, index):
+        self.index = index
+    def __add__(self, other):
+        if str(self.index) in "{broken}":
+            raise RuntimeError("CUDA error: no kernel image is available for execution\\nmore")
+        return self
+    def sum(self):
+        return self
+    def item(self):
+        return 4
+def ones(count, device):
+    return Tensor(device[-1])
+class cuda:
+    device_count = lambda: 3
+    is_available = lambda: {available}
+    get_device_capability = lambda index: ({major}, 0)
+"""
+WAYS = [  # whether the driver serves torch, GPUs that cannot compute, their capability, processes
+    (True, "", 9, 3, ""),
+    (False, "", 9, 2, "lists 3 GPUs but cannot use them: update the GPU driver"),
+    (True, "1", 7, 2, "GPU 1 cannot be used: it has sm_70, for which torch 2.15 has no code"),
+    (True, "1", 7, 2, '/whl/cu126 "torch<2.15"'),
+    (True, "02", 7, 1, "to leave out the others: CUDA_VISIBLE_DEVICES=1\n"),
+    (True, "012", 14, 2, "sm_140, for which torch 2.15 has no code: install a newer torch"),
+]
+
+
+@pytest.mark.parametrize(("available", "broken", "major", "ranks", "words"), WAYS)
+def test_only_gpus_that_compute_are_counted(available, broken, major, ranks, words, tmp_path):
+    """NVML, which device_count() asks, lists three."""
+    content = TORCH.format(available=available, broken=broken, major=major)
+    (tmp_path / "torch.py").write_text(content)
     command = [ROOT / "scripts" / "run_torchrun.sh", "--dry-run"]
     ended = succeed(run(*command, PYTHONPATH=str(tmp_path), real=True))
-    assert f"--nproc_per_node {processes} " in ended.stdout
-    assert ended.stdout.split()[-1] == ("0-2" if usable else "0-1")
-    assert ("lists 3 GPUs but cannot use them: update" in ended.stderr) == (not usable)
+    assert f"--nproc_per_node {ranks} " in ended.stdout
+    assert ended.stdout.split()[-1] == f"0-{ranks - 1}"
+    assert words in ended.stderr

@@ -12,8 +12,17 @@ from contextlib import closing, suppress
 import pytest
 import torch.distributed as dist
 
-from tests.processes import ROOT, finish, free_port, run, script, start, succeed
-from tests.test_launch import error_lines, wait_for_port
+from tests.processes import (
+    ROOT,
+    error_lines,
+    finish,
+    free_port,
+    run,
+    script,
+    start,
+    succeed,
+    wait_for_port,
+)
 from utils.cluster.addresses import Address, AgentStore
 from utils.cluster.rendezvous import (
     COMPLETE,

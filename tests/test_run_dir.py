@@ -18,6 +18,7 @@ from tests.processes import (
     Training,
     error_line,
     finish,
+    fork,
     free_port,
     ranks,
     run,
@@ -26,7 +27,6 @@ from tests.processes import (
     succeed,
     wait_until,
 )
-from tests.test_data import fork
 from utils.errors import UsageError
 from utils.training.logger import Logger
 from utils.training.progress import Progress

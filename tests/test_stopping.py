@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.processes import Training, error_line, finish, marked, ranks, run, succeed, wait_until
@@ -228,6 +229,32 @@ def test_a_signal_in_the_last_steps_stops_before_the_evaluation(technique, step,
     succeed(training.run(technique, *FEW, "--resume"))
     assert training.summary["test_count"] == 500
     assert len(training.metrics) == 1
+
+
+@pytest.mark.parametrize("technique", ["single", "spawn"])
+def test_a_signal_in_an_evaluation_ends_it(technique, training):
+    """On all ranks, although one alone got the signal. A resume makes up for it."""
+    where = {"ALTER_AT": "evaluate", "ALTER_RANK": "1" if technique == "spawn" else "0"}
+    stopped = training.run(technique, *FEW, ALTER="SIGTERM", **where)
+    assert stopped.returncode == 143, stopped.text
+    assert (training.status["state"], training.status["global_step"]) == ("stopped", 6)
+    assert not (training.folder / "metrics.jsonl").exists()
+    succeed(training.run(technique, *FEW, "--resume"))
+    assert training.summary["test_count"] == 500
+    assert len(training.metrics) == 1
+
+
+def test_a_step_that_a_stop_cuts_in_two_is_counted_once(training, tmp_path):
+    """The loader gives five batches, of which the fifth begins a third step."""
+    flag, extra = tmp_path / "flag", ["--model", "linear", "--num-workers", 1]
+    extra += ["--grad-accum-steps", 2, "--batch-size", 96]
+    process = training.start("single", *extra, ALTER="stuck", ALTER_AT="2", ALTER_FLAG=str(flag))
+    wait_until(flag.exists)
+    time.sleep(1.0)  # the fifth batch is trained meanwhile
+    process.send_signal(signal.SIGTERM)
+    assert finish(process, 60).returncode == 143
+    saved = torch.load(training.folder / "checkpoints/last.pt", weights_only=True)["progress"]
+    assert (saved["global_step"], saved["train_sums"]["count"]) == (2, 2 * 2 * 96)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

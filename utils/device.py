@@ -2,10 +2,12 @@
 
 import contextlib
 import os
+import random
 import sys
 import zlib
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from utils import cpu
@@ -88,11 +90,14 @@ def usable_cores() -> int:
 def seed_step(device: torch.device, seed: int, rank: int, samples_seen: int) -> None:
     """Seed the generators for one optimizer step from where it stands in training.
 
-    So ranks draw different dropout and shifts. A resumed run draws what an uninterrupted run would
-    draw, although no generator's state is stored.
+    Those of random and of numpy too, from which a user's own augmentation may draw. So ranks draw
+    different dropout and shifts. A resumed run draws what an uninterrupted run would draw, although
+    no generator's state is stored.
     """
-    # The CPU's generator uses only 32 bits of a seed.
+    # The CPU's generators use only 32 bits of a seed.
     value = zlib.crc32(f"{seed}/{rank}/{samples_seen}".encode())
+    random.seed(value)
+    np.random.seed(value)
     # ``torch.manual_seed`` would visit every backend, which takes 25 times as long.
     torch.default_generator.manual_seed(value)
     if device.type in ("cuda", "xpu"):

@@ -47,9 +47,14 @@ def replace_file(path: Path, content: bytes | memoryview, keep_as: Path | None =
         temporary.unlink(missing_ok=True)
         error.filename = str(path)  # of a full disk the system gives no name
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)  # the folder's names, or a crash could undo the replacement
-    os.close(folder)
+    # The folder's names, or a crash could undo the replacement. The content is on the disk already,
+    # and some file systems cannot do this for a folder (vboxsf, old CIFS, 9p).
+    with suppress(OSError):
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import math
 
 import torch
+from torch.optim import SGD
 
 REFERENCE_BATCH = 96  # images, for which --lr is meant
 WARMUP_START = 0.1  # of the peak at the first step
@@ -36,7 +37,7 @@ def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
     as in a branch of the model that was not taken before.
     """
     for group in optimizer.param_groups:
-        if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
+        if isinstance(optimizer, SGD) and group["momentum"]:
             for parameter in group["params"]:
                 if parameter.requires_grad:
                     state = optimizer.state[parameter]

@@ -1,17 +1,21 @@
 """Weights in files, read safely, compared before use, and identified by a hash."""
 
+import copy
 import hashlib
 import io
 import re
 import zipfile
+from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from utils import distributed
-from utils.errors import UserError, printable
+from utils.errors import UsageError, UserError, printable
 
 CONTAINERS = ("model", "model_state_dict", "state_dict", "net")  # keys under which others save
 PREFIXES = re.compile(r"^((module|_orig_mod)\.)+")  # which DP, DDP and torch.compile put first
@@ -52,6 +56,52 @@ def read_tensors(path: Path) -> Any:
             f"{path} holds more than tensors and plain values, which can run code when it is loaded"
             f" ({type(error).__name__})"
         ) from error
+
+
+def to_plain(value: Any, name: str) -> Any:
+    """Return a state as ``read_tensors`` can read it: with no numbers and arrays of numpy.
+
+    Args:
+        value: anything that ``torch.save`` takes. What is given away is a copy, but for tensors.
+        name: of the state, for the message.
+
+    Raises:
+        UsageError: it holds what would be refused. The message says where.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    kind = type(value)
+    if kind in (np.ndarray, np.memmap):
+        with suppress(TypeError, ValueError):  # text, objects, another order of bytes
+            return torch.tensor(value)
+    if kind in (dict, OrderedDict):
+        plain = copy.copy(value)  # with the attribute in which a module keeps its version
+        plain.clear()
+        for key, own in value.items():
+            plain[to_plain(key, f"a key of {name}")] = to_plain(own, f"{name}[{key!r}]")
+        return plain
+    if kind in (list, tuple):
+        return kind(to_plain(own, f"{name}[{index}]") for index, own in enumerate(value))
+    if kind not in (Tensor, nn.Parameter, str, float, int, bool, type(None)) and not _is_safe(
+        value
+    ):
+        raise UsageError(
+            f"{name} is a {kind.__module__}.{kind.__qualname__}, which could not be read when the"
+            " run is resumed: save a number, a text, a tensor, or a list or dict of these"
+        )
+    return value
+
+
+def _is_safe(value: Any) -> bool:
+    """Try a value of a rare type, such as a Counter, which PyTorch may take."""
+    content = io.BytesIO()
+    try:
+        torch.save(value, content)
+        content.seek(0)
+        torch.load(content, weights_only=True)
+    except Exception:  # of pickle or a user's own class
+        return False
+    return True
 
 
 def load_state(part: Any, state: dict[str, Any], misfit: str) -> None:

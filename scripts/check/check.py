@@ -1,16 +1,18 @@
 """Does a DDP script do it right? Run it on a few CPU processes, and compare what they did.
 
-    python scripts/check/check.py their_train.py --their-flag 3
-    python scripts/check/check.py --nodes 2 their_train.py       # one device on each of two hosts
-    python scripts/check/check.py -m their.train                 # as for python -m
+    cd your_project
+    python .../scripts/check/check.py train.py --its-flag 3
+    python .../scripts/check/check.py --nodes 2 train.py       # one GPU on each of two hosts
+    python .../scripts/check/check.py -m their.train            # as for python -m
 
-The script runs in a copy of its folder, for two short epochs, with pretended GPUs. Exit status: 0
-nothing wrong, 1 something wrong, 2 usage, 3 not judged. docs/check.md says what is judged.
+Start it in the folder in which you start your script, and with the Python that has the script's
+packages. It needs no GPU and changes nothing: the script runs in a copy of its project, for two
+short epochs, with pretended GPUs. Exit status: 0 nothing wrong, 1 something wrong, 2 usage, 3 not
+judged.
 """
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -26,18 +28,20 @@ from pathlib import Path
 from subprocess import DEVNULL, Popen
 from typing import Any
 
+import project
 import verdict
 
 PROBE = Path(__file__).resolve().with_name("probe.py")
-CODE = {".py", ".yaml", ".yml", ".json", ".toml", ".cfg", ".ini", ".txt"}
-SKIPPED = {".git", "__pycache__", "node_modules", ".venv", "venv", "env", "wandb", "runs"}
-SMALL, ENTRIES = 2**20, 5000  # bytes of a file that is copied; entries that are looked at
 MOST_RANKS = 8
 # Variables of launchers, which a script must not find here.
-LAUNCHERS = re.compile("RANK$|WORLD_SIZE$|LOCAL_|GROUP_|MASTER_|TORCHELASTIC|SLURM(?!_CPUS)|PMI")
+LAUNCHERS = re.compile(
+    "RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|NODE_RANK|(GROUP|ROLE)_(RANK|WORLD_SIZE|NAME)"
+    "|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|SLURM(?!_CPUS).*|PMIX?_.*|OMPI_.*|MV2_COMM_.*"
+)
 SETTINGS = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
 # With INFO, DDP names the parameters that it missed.
 SETTINGS |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_DISTRIBUTED_DEBUG": "INFO"}
+OTHERS = {"SLURM_PROCID": "slurm", "OMPI_COMM_WORLD_RANK": "mpi", "PMI_RANK": "mpi"}
 
 
 class Ranks:
@@ -67,7 +71,7 @@ class Ranks:
         """Have at least as many processes as ranks. They differ in the order of sets of strings."""
         if any(process.poll() is not None for process in self.processes):
             self.stop()
-        kept = {name: value for name, value in os.environ.items() if not LAUNCHERS.search(name)}
+        kept = {name: own for name, own in os.environ.items() if not LAUNCHERS.fullmatch(name)}
         new = range(len(self.processes), count)
         for rank in new:
             ours, theirs = Pipe()
@@ -92,37 +96,46 @@ class Ranks:
         nodes: int = 1,
         limit: float = 120.0,
         folder: Path | None = None,
-        module: str = "",
+        package: str | None = None,
+        launcher: str = "torchrun",
     ) -> verdict.Verdict:
         """Run a script, and judge it. Run it again if it starts its ranks itself, or wants others.
 
-        It runs in ``folder``, or in the current one, for at most ``limit`` seconds.
+        It runs in ``folder``, or in the current one, for at most ``limit`` seconds. ``package`` is
+        that of a script which is run as a module.
         """
         began, script, folder = time.monotonic(), script.resolve(), (folder or Path.cwd()).resolve()
-        home = _home(script, folder)
-        folder = folder if folder.is_relative_to(home) else script.parent
-        about: dict[str, Any] = {"nodes": nodes, "limit": limit, "arguments": arguments}
-        about |= {"script": str(script.relative_to(home)), "folder": str(folder.relative_to(home))}
+        home = project.home_of(script, folder)
+        inner = folder.relative_to(home) if folder.is_relative_to(home) else folder
+        request: dict[str, Any] = {"nodes": nodes, "limit": limit, "arguments": arguments}
+        request |= {"script": str(script.relative_to(home)), "folder": str(inner)}
+        request["package"] = package
         with socket.create_server(("127.0.0.1", 0)) as free:
-            about["port"] = free.getsockname()[1]
-        about |= {"module": module, "polls": "while not os.path" in _text(script)}
+            request["port"] = free.getsockname()[1]
         tried: list[tuple[int, str]] = []
-        wanted = (ranks, "torchrun")
+        wanted = (ranks, launcher)
         while wanted not in tried and 2 <= wanted[0] <= MOST_RANKS and wanted[0] % nodes == 0:
             tried.append(wanted)
             run = Path(tempfile.mkdtemp(dir=self.home))
             root = Path(run, *home.parts[1:][-3:-1], home.name or "code")
-            link_around(home, root)
-            copy_code(home, root)
-            about |= {"world": wanted[0], "mode": wanted[1], "root": str(root)}
+            project.link_around(home, root)
+            project.copy_code(home, root, script, folder)
+            request |= {"world": wanted[0], "mode": wanted[1], "root": str(root)}
             self.start(wanted[0])
-            job = Job(self.connections[: wanted[0]], about)
+            job = Job(self.connections[: wanted[0]], request)
             if not job.follow():
                 self.stop()
             report = job.report(root)
             shutil.rmtree(run, ignore_errors=True)
-            wanted = next((end["wants"] for end in job.ends.values() if "wants" in end), wanted)
-        return verdict.judge(about | report | {"seconds": time.monotonic() - began})
+            wanted = job.wanted() or self._other_launcher(script, job, wanted)
+        return verdict.judge(request | report | {"seconds": time.monotonic() - began})
+
+    def _other_launcher(self, script: Path, job: "Job", tried: tuple[int, str]) -> tuple[int, str]:
+        """Return the launcher whose variables the script names, if it made no process group."""
+        text = "".join(map(project.text_of, sorted(script.parent.glob("*.py"))[:20]))
+        is_alone = all(event["kind"] != "group" for event in job.events)
+        others = [mode for name, mode in OTHERS.items() if name in text]
+        return (tried[0], others[0]) if is_alone and others and tried[1] == "torchrun" else tried
 
 
 class Job:
@@ -145,25 +158,29 @@ class Job:
             ready: list[Any] = wait(left, max(self.deadline - time.monotonic(), 0))
             for connection in ready:
                 try:
-                    told = connection.recv()
+                    message = connection.recv()
                 except (EOFError, OSError):
-                    told = {"kind": "over"}
+                    message = {"kind": "over"}
                 rank = left[connection]
-                if told["kind"] == "over":
+                if message["kind"] == "over":
                     died = {"how": "error", "message": "the process died", "line": ""}
                     self.ends.setdefault(rank, died)
                     del left[connection]
-                elif told["kind"] == "end":
-                    self.ends[rank] = told
-                elif told["kind"] == "call":
-                    self.waiting[rank] = told
+                elif message["kind"] == "end":
+                    self.ends[rank] = message
+                elif message["kind"] == "call":
+                    self.waiting[rank] = message
                 else:
-                    self.events.append(told)
+                    self.events.append(message)
             if not ready:
                 self.ends |= {rank: {"how": "time"} for rank in left.values()}
                 return False
             self._resolve()
         return True
+
+    def wanted(self) -> tuple[int, str] | None:
+        """Return the number of ranks and the launcher that a rank has asked for."""
+        return next((end["wants"] for end in self.ends.values() if "wants" in end), None)
 
     def _answer(self, ranks: Any, answer: str) -> None:
         for rank in list(ranks):
@@ -191,16 +208,16 @@ class Job:
 
     def _disagree(self, kind: str) -> None:
         calls = [call for _, call in sorted(self.waiting.items())]
-        told = [f"rank {call['rank']} calls {call['what']} at {call['line']}" for call in calls]
-        told += [f"rank {rank} has ended" for rank in sorted(self.ends)]
-        self.events.append(calls[0] | {"kind": kind, "what": "; ".join(told)})
+        parts = [f"rank {call['rank']} calls {call['what']} at {call['line']}" for call in calls]
+        parts += [f"rank {rank} has ended" for rank in sorted(self.ends)]
+        self.events.append(calls[0] | {"kind": kind, "what": "; ".join(parts)})
         self._answer(self.waiting, "stop")
 
     def report(self, root: Path) -> dict[str, Any]:
         """Return what the ranks told, and where they stood shortly before the end of their time."""
         stood = re.compile(rf'Timeout \(.*?File "{re.escape(str(root))}/([^"]+)", line (\d+)', re.S)
         for rank, end in self.ends.items():
-            output = _text(root / f".out{rank}")
+            output = project.text_of(root / f".out{rank}")
             end["output"] = (output.strip().splitlines() or [""])[-1][:200]
             if end["how"] == "time":
                 place = stood.search(output)
@@ -208,61 +225,44 @@ class Job:
         return {"events": self.events, "ends": self.ends}
 
 
-def _text(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
-
-
-def _home(script: Path, folder: Path) -> Path:
-    """Return the folder to copy: the current one, or that of the script's repository."""
-    if script.is_relative_to(folder) and folder not in (Path.home(), Path("/"), Path("/tmp")):
-        return folder
-    return next((p for p in script.parents if (p / ".git").exists()), script.parent)
-
-
-def link_around(source: Path, target: Path) -> None:
-    """Let ../data and ../../data lead from the copy to where they lead from the folder itself."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for real, own in list(zip(source.parents, target.parents, strict=False))[:2]:
-        listed = os.scandir(real) if real.name and os.access(real, os.R_OK) else ()
-        for entry in itertools.islice(listed, ENTRIES):
-            if not (own / entry.name).exists() and entry.path != str(source):
-                (own / entry.name).symlink_to(entry.path)
-
-
-def copy_code(source: Path, target: Path) -> None:
-    """Copy what this user may read and is code. Link large files, data, and folders of many."""
-    left, folders = ENTRIES, [(source, target)]
-    for old, new in folders:  # which grows meanwhile
-        new.mkdir()
-        wanted = (entry for entry in os.scandir(old) if entry.name not in SKIPPED)
-        for entry in (entry for entry in wanted if os.access(entry.path, os.R_OK)):
-            path, left = new / entry.name, left - 1
-            if entry.is_dir(follow_symlinks=False) and left > 0:
-                folders.append((Path(entry.path), path))
-            elif path.suffix in CODE and entry.is_file() and entry.stat().st_size <= SMALL:
-                shutil.copyfile(entry.path, path)
-            elif entry.is_file() or entry.is_dir():
-                path.symlink_to(os.path.realpath(entry.path))
+def find_module(name: str) -> tuple[Path, str]:
+    """Return the file of a module, as python -m finds it, and the package in which it lies."""
+    path = Path(*name.split("."))
+    if (path / "__main__.py").is_file():
+        return path / "__main__.py", name
+    return path.with_suffix(".py"), name.rpartition(".")[0]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Does a DDP script do it right?")
-    parser.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
-    parser.add_argument("--nodes", type=int, default=1, help="hosts that the ranks stand for")
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds (default: 120)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("-m", action="store_true", help="SCRIPT is a module, as for python -m")
-    parser.add_argument("script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--list", action="store_true", help="print all that can be found, and end")
+    add("--ranks", type=int, default=2, help="processes (default: 2)")
+    add("--nodes", type=int, default=1, help="hosts that the processes stand for (default: 1)")
+    modes = ["torchrun", "slurm", "mpi"]
+    add("--launcher", choices=modes, default=modes[0], help="whose variables the script gets")
+    add("--limit", type=float, default=120.0, help="seconds (default: 120)")
+    add("--json", action="store_true", help="print one JSON object")
+    add("-m", action="store_true", help="SCRIPT is a module, as for python -m")
+    add("script", nargs="?")
+    add("arguments", nargs=argparse.REMAINDER, help="the script's own; {node} is the host's number")
     args = parser.parse_args()
-    script = Path(args.script.replace(".", "/") + ".py" if args.m else args.script)
+    if args.list:
+        print(verdict.listed())
+        return 0
+    if not args.script:
+        parser.error("give the script that you want to check")
+    script, package = find_module(args.script) if args.m else (Path(args.script), None)
     if not script.is_file():
         parser.error(f"there is no file {script}")
     if not 2 <= args.ranks <= MOST_RANKS or args.nodes < 1 or args.ranks % args.nodes:
         parser.error(f"--ranks is 2 to {MOST_RANKS}, and a multiple of --nodes")
-    counts, module = (args.ranks, args.nodes, args.limit), args.script if args.m else ""
+    counts = (args.ranks, args.nodes, args.limit)
     with Ranks() as ranks:
-        found = ranks.check(script, args.arguments, *counts, module=module)
+        how: dict[str, Any] = {"package": package, "launcher": args.launcher}
+        found = ranks.check(script, args.arguments, *counts, **how)
     print(json.dumps(found, default=vars, indent=2) if args.json else found)
     return found.status
 

@@ -6,17 +6,21 @@ Nothing here may be reported as a mistake of the script.
 import contextlib
 import inspect
 import os
+import sys
+import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import MagicMock
 
 import record
 import torch
-from record import around, state
+from record import replaces, state
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 _current = 0
+_in_use = False  # something was moved to a GPU
 
 
 def visible() -> list[str]:
@@ -35,7 +39,9 @@ def index_of(device: Any) -> int | None:
 
 def use(device: Any = None) -> int:
     """Return the index of a device, None being the current one, which this rank has to have."""
+    global _in_use
     index, count = index_of(device), len(visible())
+    _in_use = True
     if index is None or index < 0:
         return _current
     if index >= count:
@@ -59,11 +65,24 @@ def on_device(device: Any) -> Iterator[None]:
     set_device(before)
 
 
+PLACES: dict[Any, Any] = {  # what a tensor says of where it is, and what the script is told
+    Tensor.device.__get__: lambda: torch.device("cuda", _current),  # type: ignore[attr-defined]
+    Tensor.is_cuda.__get__: lambda: True,  # type: ignore[attr-defined]
+    Tensor.get_device: lambda: _current,
+}
+DRAWING: list[Any] = [torch.rand, torch.randn, torch.randint, torch.normal]
+DRAWING += [torch.rand_like, torch.randn_like, torch.randint_like]
+drawn: set[int] = set()  # addresses of the storages that these have filled
+
+
 class Devices(TorchFunctionMode):
     """Maps each device of a call to the CPU."""
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func in PLACES and _in_use:
+            is_script = sys._getframe(1).f_code.co_filename.startswith(state.root)
+            return PLACES[func]() if is_script else func(*args, **kwargs)
         is_first = func in (Tensor.to, Tensor.cuda) and len(args) > 1
         device = args[1] if is_first else kwargs.get("device")
         if func in (Tensor.cuda, Tensor.pin_memory, Tensor.record_stream):
@@ -77,10 +96,31 @@ class Devices(TorchFunctionMode):
                 kwargs["device"] = "cpu"
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func in DRAWING:
+            drawn.add(result.untyped_storage().data_ptr())
+        return result
 
 
-@around(nn.Module)
+def is_drawn(tensor: Tensor) -> bool:
+    """Whether a tensor is, or lies in, one that was filled with random numbers."""
+    return tensor.untyped_storage().data_ptr() in drawn
+
+
+@replaces(threading.Thread)
+def start(real: Any, self: threading.Thread) -> None:
+    """Let a thread of the script see the GPUs, too: a mode holds for one thread."""
+    run = self.run
+
+    def with_devices() -> None:
+        with Devices():
+            run()
+
+    self.run = with_devices  # type: ignore[method-assign]
+    real(self)
+
+
+@replaces(nn.Module)
 def to(real: Any, self: nn.Module, *args: Any, **keywords: Any) -> nn.Module:
     device = keywords.get("device", args[0] if args else None)
     if index_of(device) is not None:
@@ -89,12 +129,12 @@ def to(real: Any, self: nn.Module, *args: Any, **keywords: Any) -> nn.Module:
     return real(self, *args, **keywords)
 
 
-@around(nn.Module)
+@replaces(nn.Module)
 def cuda(real: Any, self: nn.Module, device: Any = None) -> nn.Module:
     return self.to("cuda" if device is None else device)
 
 
-@around(torch, nn.Module)
+@replaces(torch, nn.Module)
 def compile(real: Any, model: Any = None, *args: Any, **options: Any) -> Any:
     record.tell("left out", what="torch.compile")
     if isinstance(model, nn.Module):
@@ -102,43 +142,82 @@ def compile(real: Any, model: Any = None, *args: Any, **options: Any) -> Any:
     return model if model is not None else lambda function: function
 
 
-@around(nn.SyncBatchNorm)
-def forward(real: Any, self: Any, input: Tensor) -> Tensor:
-    record.tell("left out", what="SyncBatchNorm (each rank normalised its own batch)")
-    return nn.modules.batchnorm._BatchNorm.forward(self, input)
+class SyncBatchNorm(nn.BatchNorm1d.__base__):  # type: ignore[misc,name-defined]
+    """Stands for the real one, which takes GPUs alone: each rank normalises its own batch."""
+
+    def __init__(self, *args: Any, process_group: Any = None, **keywords: Any) -> None:
+        self.convert_sync_batchnorm(self)
+        super().__init__(*args, **keywords)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Take any number of dimensions, as the real one does."""
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
+        record.tell("left out", what="SyncBatchNorm (each rank normalised its own batch)")
+        return module
 
 
-@around(torch.amp.autocast_mode.autocast, name="__init__")
+nn.SyncBatchNorm = SyncBatchNorm  # type: ignore[misc]
+
+
+@replaces(torch.autocast, name="__init__")
 def autocast(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
     if keywords.get("enabled", True):
         record.tell("left out", what="autocast (it computed in float32)")
     real(self, "cpu", dtype=torch.bfloat16, enabled=False)
 
 
-@around(torch.amp.grad_scaler.GradScaler, name="__init__")
+@replaces(torch.amp.GradScaler, name="__init__")
 def scaler(real: Any, self: Any, device: str = "cuda", *args: Any, **keywords: Any) -> None:
     real(self, "cpu", *args, **keywords)
 
 
+RealGenerator = torch.Generator
+
+
+class _AnyGenerator(type(RealGenerator)):  # type: ignore[misc]
+    def __instancecheck__(cls, item: Any) -> bool:
+        return isinstance(item, RealGenerator)
+
+
+class Generator(RealGenerator, metaclass=_AnyGenerator):  # type: ignore[misc]
+    """Makes generators of the CPU, whichever device they are for."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return RealGenerator()
+
+
+GIB = 2**30
 STREAM = MagicMock(elapsed_time=lambda other: 1.0, is_capturing=lambda: False)  # or an event
-ABOUT = MagicMock(total_memory=80 * 2**30, major=8, minor=0, multi_processor_count=108)
-ABOUT.name = "pretended"
-ANSWERS: dict[str, Any] = {"get_device_properties": ABOUT, "get_device_name": ABOUT.name}
-ANSWERS |= {"current_accelerator": torch.device("cuda"), "get_device_capability": (8, 0)}
-ANSWERS |= {"mem_get_info": (ABOUT.total_memory, ABOUT.total_memory)}
+PROPERTIES = MagicMock(total_memory=80 * GIB, major=8, minor=0, multi_processor_count=108)
+PROPERTIES.name = "pretended"
+# What functions of torch.cuda and torch.accelerator answer. All others answer 0.
+ANSWERS: dict[str, Any] = {
+    "get_device_properties": PROPERTIES,
+    "get_device_name": PROPERTIES.name,
+    "get_device_capability": (8, 0),
+    "get_arch_list": ["sm_80"],
+    "current_accelerator": torch.device("cuda"),
+    "mem_get_info": (80 * GIB, 80 * GIB),
+    "memory_stats": defaultdict(int),
+    "memory_summary": "",
+    "nvtx": MagicMock(),
+}
+ANSWERS |= dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), GIB)
+ANSWERS |= dict.fromkeys(("max_memory_reserved", "memory_cached"), GIB)
 ANSWERS |= dict.fromkeys(("Event", "Stream", "stream", "current_stream", "default_stream"), STREAM)
 ANSWERS |= dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True)
 CALLS: dict[str, Any] = {name: MagicMock(return_value=answer) for name, answer in ANSWERS.items()}
-CALLS |= {"device": on_device, "device_count": lambda: len(visible()), "nvtx": MagicMock()}
+CALLS |= {"device": on_device, "device_count": lambda: len(visible())}
 CALLS |= dict.fromkeys(("current_device", "current_device_index"), lambda: _current)
 CALLS |= dict.fromkeys(("set_device", "set_device_index", "set_device_idx"), set_device)
 CALLS |= {"get_rng_state": lambda *args: torch.get_rng_state()}
 CALLS |= {name: getattr(torch, name) for name in dir(torch) if name.endswith("Tensor")}
 for owner in (torch.cuda, torch.accelerator):
     for name, value in list(vars(owner).items()):
-        is_public = inspect.isfunction(value) and name[0] != "_"
-        if name in CALLS or is_public or name == "_lazy_init":
+        if name in CALLS or (inspect.isfunction(value) and name[0] != "_"):
             setattr(owner, name, CALLS.get(name, MagicMock(return_value=0)))
-torch.Generator = lambda *args, **keywords: torch._C.Generator()  # type: ignore[assignment,misc]
+torch.Generator = Generator  # type: ignore[misc]
 torch.set_default_device = torch.set_default_tensor_type = MagicMock()
 Devices().__enter__()

@@ -1,4 +1,4 @@
-"""Run the check again over the public scripts of docs/check.md.
+"""Run the check again over the public scripts of public_scripts.md.
 
     python scripts/check/repeat.py CLONES
 
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-TABLE = (HERE.parents[1] / "docs/check.md").read_text()
+TABLE = HERE.joinpath("public_scripts.md").read_text()
 CHECK = f"check() {{ '{sys.executable}' '{HERE}/check.py' \"$@\"; }}"
 ROW = re.compile(r"^\| \[(.*?)\].*?`(.*?)` \| (.*?) \|", re.M)
 

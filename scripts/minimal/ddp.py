@@ -18,6 +18,11 @@ import os
 import sys
 from pathlib import Path
 
+# DDP: with the NCCL class that torch 2.15 takes by default, a GPU computes nothing while gradients
+# travel. 0 chooses the class before it. torch reads this when it is imported. Remove the line when
+# a later torch computes and sends at once with its default.
+os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -42,6 +47,10 @@ def main() -> None:
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         parser.exit(2, f"start it with: torchrun --standalone --nproc_per_node 2 {sys.argv[0]}\n")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # DDP: two processes cannot share a GPU, since NCCL does not connect them. torchrun says in
+    # LOCAL_WORLD_SIZE how many processes this machine has.
+    if 0 < torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        parser.exit(2, "too few GPUs: CUDA_VISIBLE_DEVICES= torchrun ... starts it on the CPU\n")
     # DDP: LOCAL_RANK counts on this machine. Each process takes a GPU of its own, or the only GPU
     # that it can see.
     if torch.cuda.is_available():
@@ -50,11 +59,13 @@ def main() -> None:
     # DDP: the processes wait for each other here. From here on they can call collectives. All of
     # them have to make the same calls, in the same order.
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    # DDP: the ranks draw different random numbers, since the rank is the seed. So the first weights
-    # differ too, until the model is wrapped.
-    torch.manual_seed(rank)
+    torch.manual_seed(0)
 
     train_set, test_set = load_tensors(args.dataset, args.data_dir)
+    # DDP: from here on the ranks draw different random numbers, since the rank is the seed. So the
+    # first weights differ too, until the model is wrapped. The data comes before this line, because
+    # a random_split has to be the same on all ranks.
+    torch.manual_seed(rank)
     # DDP: --batch-size is the share of each process. A step uses the batches of all processes, and
     # the learning rate below follows the size of that global batch.
     global_batch_size = args.batch_size * world_size
@@ -92,8 +103,11 @@ def main() -> None:
 
         # DDP: each rank evaluates the model that rank 0 saves, with rank 0's running statistics.
         # The other ranks have seen other images, so theirs differ.
-        for buffer in raw_model.buffers():
+        # NCCL sends contiguous memory only.
+        for original in raw_model.buffers():
+            buffer = original.contiguous()
             dist.broadcast(buffer, src=0)
+            original.copy_(buffer)
         raw_model.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=device)  # of loss, correct and count
         with torch.no_grad():

@@ -6,9 +6,10 @@
 Give each run a folder of its own, and start it there. The same command resumes the run from
 checkpoint.pt, also with more epochs or another number of processes. To start over, remove that
 file. After SIGTERM or Ctrl-C the run goes on at the same image. With the same number of processes
-its weights become those of a run that was never stopped. A failed process costs at most the epoch
-that was being trained. (After a signal to torchrun itself, torchrun prints a traceback of its own
-and ends with 1.)
+its weights become those of a run that was never stopped, dropout included. Only random transforms
+in the workers of --num-workers draw other numbers then, because new workers begin with new seeds.
+A failed process costs at most the epoch that was being trained. (After a signal to torchrun itself,
+torchrun prints a traceback of its own and ends with 1.)
 
 With this command torchrun starts failed processes again. Without the variable they would read the
 addresses of ended processes. The variable helps with --standalone and --rdzv_backend c10d, but not
@@ -36,6 +37,11 @@ import sys
 import textwrap
 from pathlib import Path
 from typing import Any, NoReturn
+
+# DDP: with the NCCL class that torch 2.15 takes by default, a GPU computes nothing while gradients
+# travel. 0 chooses the class before it. torch reads this when it is imported. Remove the line when
+# a later torch computes and sends at once with its default.
+os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
 
 import torch
 import torch.distributed as dist
@@ -92,6 +98,10 @@ def main() -> None:
     signals: list[int] = []
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda number, frame: signals.append(number))
+    # DDP: two processes cannot share a GPU, since NCCL does not connect them. torchrun says in
+    # LOCAL_WORLD_SIZE how many processes this machine has.
+    if 0 < torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        parser.exit(2, "too few GPUs: CUDA_VISIBLE_DEVICES= torchrun ... starts it on the CPU\n")
     # DDP: LOCAL_RANK counts on this machine. Each process takes a GPU of its own, or the only GPU
     # that it can see.
     if torch.cuda.is_available():
@@ -100,11 +110,13 @@ def main() -> None:
     # DDP: the processes wait for each other here. From here on they can call collectives. All of
     # them have to make the same calls, in the same order.
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    # DDP: the ranks draw different random numbers, since the rank is the seed. So the first weights
-    # differ too, until the model is wrapped.
-    torch.manual_seed(rank)
+    torch.manual_seed(0)
 
     train_set, test_set = load_tensors(args.dataset, args.data_dir)
+    # DDP: from here on the ranks draw different random numbers, since the rank is the seed. So the
+    # first weights differ too, until the model is wrapped. The data comes before this line, because
+    # a random_split has to be the same on all ranks.
+    torch.manual_seed(rank)
     # DDP: --batch-size is the share of each process. A step uses the batches of all processes, and
     # the learning rate below follows the size of that global batch.
     # ACCUMULATE: one step also uses several batches of each process.
@@ -173,9 +185,6 @@ def main() -> None:
     for epoch in range(position // len(train_set), args.epochs):
         # DDP: without this call, every epoch would have the order of the first.
         train_sampler.set_epoch(epoch)
-        # SEED: the numbers depend on process and position, not on what ran before. So a resumed run
-        # draws the same dropout, and no state of a generator has to be saved.
-        torch.manual_seed(position * world_size + rank)
         # RESUME: the processes take images in turn. So they have used the first ones of each share,
         # and another number of processes can go on from there.
         left = list(train_sampler)[position % len(train_set) // world_size :]
@@ -183,7 +192,12 @@ def main() -> None:
         left = left[: len(left) - len(left) % (args.batch_size * args.grad_accum_steps)]
         train_loader = DataLoader(train_set, args.batch_size, sampler=left, **extra)
         model.train()
-        for number, (images, labels) in enumerate(train_loader, start=1):
+        # SEED: the numbers depend on process and position, not on what ran before. So a resumed run
+        # draws the same dropout, and no state of a generator has to be saved. This comes after
+        # iter(), which draws a number for the workers.
+        batches = iter(train_loader)
+        torch.manual_seed(position * world_size + rank)
+        for number, (images, labels) in enumerate(batches, start=1):
             # ACCUMULATE: the backwards of a step add up their gradients. Only the last one sends
             # them to the other processes (as with model.no_sync() around the others).
             model.require_backward_grad_sync = number % args.grad_accum_steps == 0
@@ -244,8 +258,11 @@ def main() -> None:
 
         # DDP: each rank evaluates the model that rank 0 saves, with rank 0's running statistics.
         # The other ranks have seen other images, so theirs differ.
-        for buffer in raw_model.buffers():
+        # NCCL sends contiguous memory only.
+        for original in raw_model.buffers():
+            buffer = original.contiguous()
             dist.broadcast(buffer, src=0)
+            original.copy_(buffer)
         raw_model.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=device)  # of loss, correct and count
         # AMP: the evaluation computes as the training did.

@@ -57,8 +57,10 @@ How to read it:
   threads       processes x CPU threads
   images/s      of training, over all devices: median and range of the rounds
   ratio         to one device, the first row: median of the rounds
-  MB            the most that one process held, on a GPU what torch allocated
-If two ranges overlap, this run has seen no difference."""
+  MB            the most that one process held. On a GPU what torch allocated for tensors: the
+                driver's context and NCCL's buffers come on top, and nvidia-smi shows them
+If two ranges overlap, this run has seen no difference. GPUs from Ampere on compute convolutions in
+TF32 by default. On older ones --amp bf16 is slow, since it is emulated there: take fp16."""
 
 
 class Setting(NamedTuple):
@@ -106,8 +108,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--time-limit", type=config.POSITIVE, default=300.0, help="seconds for a run")
     add("--device", choices=["auto", "cpu", "cuda", "xpu"], default="auto")
     add("--dataset", choices=list(data.SOURCES), default="mnist")
-    add("--data-dir", default="data")
-    add("--output", type=Path, help="folder (default: a new one below runs/)")
+    add("--data-dir", type=config.PATH, default="data")
+    add("--output", type=config.PATH, help="folder (default: a new one below runs/)")
     end = argv.index("--") if "--" in argv else len(argv)
     if "--quick" in argv[:end]:
         parser.set_defaults(**QUICK)
@@ -326,7 +328,7 @@ def run(args: argparse.Namespace) -> int:
     found: dict[Setting, Row] = {
         setting: {"speeds": {}, "peak_memory_bytes": [], "failure": ""} for setting in settings
     }
-    folder = args.output or Path("runs", time.strftime("benchmark-%Y%m%d-%H%M%S"))
+    folder = Path(args.output or time.strftime("runs/benchmark-%Y%m%d-%H%M%S"))
     folder.mkdir(parents=True, exist_ok=True)  # not after minutes of measuring
     interrupted = False
     try:

@@ -32,7 +32,8 @@ How to read it:
               with a network this small both may lose to one device, so measure your own
   seconds     from the start of a script's process to its end. torchrun adds some seconds
   memory      the most that each process held, summed. Shared memory counts in each of them.
-              For DP on GPUs it is the memory of the first GPU"""
+              On GPUs it is what torch allocated for tensors, for DP on the first GPU. The
+              driver's context and NCCL's buffers come on top"""
 
 
 def read_usage(pid: int) -> list[float]:
@@ -68,6 +69,8 @@ def describe_devices(summaries: list[dict[str, Any]]) -> str:
     if first["device"] != "cpu":
         return f"A device is a GPU ({first['device']})."
     text = "No GPU took part: a device is a core of the CPU."
+    if gpu := next((s["device"] for s in summaries if s["device"] != "cpu"), None):
+        text = f"A device is a core of the CPU, except in the row of {gpu}, the GPU alone."
     for cores in {s["threads"] for s in summaries if is_whole_cpu(s, first)}:
         text += f"\nsingle on {cores} cores is one process without data parallelism: each operation"
         text += "\nruns on all of these cores. Several GPUs do not work together in this way."

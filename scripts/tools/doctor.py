@@ -21,18 +21,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")  # before torch is imported, as in train_ddp.py
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
-from collectives import largest, time_all_reduce
+from collectives import SMALLEST, largest, time_all_reduce
 
 from utils import output, signals
 from utils.cluster.launch import launch
 from utils.device import select_devices, setup_device, usable_cores
 from utils.training import config
 
-SIZES = (4, 2**10, 2**20, 2**24)  # bytes to all-reduce
 OK, WARNING, FAILURE = "ok", "warning", "failure"
 SHM_MIB = 512  # a container has 64 by default
 OPEN_FILES = 1024  # what most systems give
@@ -79,7 +79,6 @@ def facts_of_device(device: torch.device, visible: list[torch.device]) -> dict[s
     properties = torch.cuda.get_device_properties(device)
     return {
         "device": f"{device} {properties.name} (one of {len(visible)} visible)",
-        "uuid": str(properties.uuid),
         "memory": [size // 2**20 for size in torch.cuda.mem_get_info(device)],
     }
 
@@ -100,14 +99,10 @@ def check_limits(facts: Facts) -> list[Finding]:
 
 
 def check_gpus(facts: Facts) -> list[Finding]:
-    """Return the rows about devices and their memory."""
-    # With nccl such ranks have already ended with an error.
-    uuids = [fact.get("uuid", str(rank)) for rank, fact in enumerate(facts)]
-    shared = [
-        f"rank {rank} shares {fact['device']}"
-        for rank, fact in enumerate(facts)
-        if uuids.count(uuids[rank]) > 1
-    ]
+    """Return the rows about devices and their memory.
+
+    Two ranks on one GPU are no row: NCCL refuses them when the group is made, and gloo works.
+    """
     devices = {fact["device"] for fact in facts}
     memory = [fact["memory"] for fact in facts if "memory" in fact]
     used = [
@@ -117,7 +112,7 @@ def check_gpus(facts: Facts) -> list[Finding]:
     ]
     free = f"{min(memory)[0]} MiB or more free" if memory else "no GPU"
     return [
-        judge("devices", shared, ", ".join(sorted(devices)), "one process for each GPU"),
+        Finding("devices", OK, ", ".join(sorted(devices))),
         judge("GPU memory", used, free, "nvidia-smi shows who uses it; --devices names others"),
     ]
 
@@ -131,14 +126,16 @@ def versions() -> str:
 
 
 def check_all_reduce(device: torch.device, world_size: int) -> Finding:
-    """Check sums, latency and bandwidth, over the size of the message. Collective."""
+    """Check sums, and measure the latency and the bus bandwidth by size. Collective."""
     told, wrong = [], []
-    for size, (seconds, is_right) in time_all_reduce(SIZES, device).items():
-        # A ring moves 2(n-1)/n of the message over each link.
-        rate = size * 2 * (world_size - 1) / world_size / seconds / 1e6
-        told.append(f"{size:,} B {seconds * 1e3:.2f} ms {rate:,.1f} MB/s")
-        if not is_right:
-            wrong.append(f"wrong sums of {size} bytes")
+    for timing in time_all_reduce(device):
+        if timing.size == SMALLEST:
+            told.append(f"{1e6 * timing.seconds:,.0f} us for {timing.size} B")
+        elif world_size > 1:
+            rate = timing.bus_bandwidth(world_size) / 1e9
+            told.append(f"{timing.size // 2**20} MiB {rate:,.3f} GB/s")
+        if not timing.is_right:
+            wrong.append(f"wrong sums of {timing.size} bytes")
     return judge("all-reduce", wrong, "; ".join(told), "try --backend gloo", FAILURE)
 
 

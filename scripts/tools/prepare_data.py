@@ -16,6 +16,7 @@ from utils import output
 from utils.datasets.prepare import prepare
 from utils.datasets.sources import SOURCES
 from utils.errors import guard
+from utils.training import config
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,7 +29,7 @@ def main() -> int:
     output.protect()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("dataset", choices=list(SOURCES))
-    parser.add_argument("--data-dir", default="data")
+    parser.add_argument("--data-dir", type=config.PATH, default="data")
     return guard(run, parser.parse_args())
 
 

@@ -5,7 +5,11 @@
 
 The first command measures between the ranks that it starts, on one machine or several. The second
 one computes with your figures: a step on one device, the bytes of the gradients, and the bandwidth
-of the link in one direction. docs/faster.md explains the arithmetic.
+of the link in one direction. docs/numbers.md explains the arithmetic.
+
+Gradients are sent during the backward. With the NCCL class that torch 2.15 takes by default, a GPU
+computes nothing meanwhile, and a step takes as long as if all were sent after the backward. Both
+are predicted. TORCH_DIST_USE_NCCL2=1 measures with that class.
 """
 
 import argparse
@@ -18,6 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")  # before torch is imported, as in train_ddp.py
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import compare
@@ -31,14 +36,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 import models
 from utils.device import select_devices, setup_device
+from utils.errors import UsageError
+from utils.optim import REFERENCE_BATCH
 from utils.training import config
 
 DEVICES = [2**i for i in range(11)]
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes at which DDP closes a bucket
 # A backward multiplies twice where the forward does once (https://arxiv.org/abs/2001.08361, 2.1).
 BACKWARD_SHARE = 2 / 3
-WARM_UP, STEPS, ROUNDS = 3, 10, 5
-LARGEST = 2**24  # bytes that time the link
+# DDP waits for the GPU in its first ten steps, to time itself.
+WARM_UP, STEPS, ROUNDS = 11, 10, 5
+# Shares: of the backward, below which a stall is lost in the noise, and of the stall that comes if
+# nothing is computed while gradients travel.
+LITTLE, STALLED = 0.1, 0.5
 
 
 class Step(NamedTuple):
@@ -59,6 +69,11 @@ class Step(NamedTuple):
         for full, size in self.buckets:
             free = max(free, full) + link.ring(devices, size)
         return self.other + max(self.backward, free)
+
+    def ddp_after(self, devices: int, link: "Link") -> float:
+        """Return the same if nothing is computed while a bucket is sent."""
+        sent = sum(link.ring(devices, size) for _, size in self.buckets)
+        return self.other + self.backward + sent
 
 
 class Link(NamedTuple):
@@ -92,6 +107,18 @@ def fill_buckets(gradients: list[tuple[float, int]]) -> list[tuple[float, float]
             buckets.append((when, waiting))
             waiting = 0
     return [*buckets, (gradients[-1][0], waiting)] if waiting else buckets
+
+
+def describe_overlap(alone: Step, together: Step, devices: int, link: Link) -> str:
+    """Return when DDP sends, by how much later its last gradient came than in a step alone."""
+    stall = sum(link.ring(devices, size) for _, size in alone.buckets[:-1])
+    if stall < LITTLE * alone.backward:
+        return "sending is too short to tell: take a larger --model"
+    late = together.buckets[-1][0] - alone.buckets[-1][0]
+    told = f"its last gradient comes {1e3 * late:.1f} ms later, where {1e3 * stall:.1f} ms are sent"
+    if late > STALLED * stall:
+        return f"{told}: the GPU computes nothing meanwhile, as if it sent after the backward"
+    return f"{told}: it sends during the backward"
 
 
 def mark(device: torch.device) -> Any:
@@ -143,32 +170,47 @@ def build_step(
     return step
 
 
-def measure(args: argparse.Namespace) -> tuple[Step, Link, list[float]]:
-    """Return a step alone, the link, and seconds of DDP's steps. Collective."""
+def typical(steps: list[tuple[float, Step]]) -> Step:
+    """Return the step a quarter of the way up: other programs disturbed it little."""
+    return sorted(steps, key=lambda pair: pair[0])[len(steps) // 4][1]
+
+
+def measure(args: argparse.Namespace) -> tuple[Step, Link, list[float], str]:
+    """Return a step alone, the link, seconds of DDP's steps, and when DDP sends. Collective.
+
+    Raises:
+        UsageError: processes would have to share a GPU.
+    """
     devices = select_devices(args.device)
-    device = devices[int(os.environ["LOCAL_RANK"]) % len(devices)]
-    setup_device(device, args.threads)
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if devices[0].type == "cuda" and len(devices) < processes:
+        raise UsageError(
+            f"{processes} processes need as many GPUs, and there is {len(devices)}: on the CPU,"
+            " CUDA_VISIBLE_DEVICES= torchrun ... (two cores are then two devices)"
+        )
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = setup_device(args.device, threads=args.threads, local_rank=local_rank)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     raw_model, other = (models.build_model(args.model).to(device) for _ in range(2))
     alone = build_step(raw_model, args.batch_size, device)
     model = DistributedDataParallel(other, gradient_as_bucket_view=True)
     together = build_step(model, args.batch_size, device)
-    steps, times = [], []
+    steps, shared = [], []
     for _ in range(ROUNDS):  # in turns, so that other programs disturb both alike
         steps += [alone() for _ in range(STEPS)]
         dist.barrier()
-        times += [together()[0] for _ in range(STEPS)]
-    steps.sort(key=lambda pair: pair[0])
-    size = sum(p.numel() * p.element_size() for p in raw_model.parameters())
-    large = min(LARGEST, max(FIRST_BUCKET, size))
-    found = time_all_reduce((4, large), device, STEPS)
+        shared += [together() for _ in range(STEPS)]
     world_size = dist.get_world_size()
-    latency = found[4][0] / (2 * (world_size - 1))
-    sent = 2 * (world_size - 1) / world_size * large
-    link = Link(latency, sent / max(1e-9, found[large][0] - found[4][0]))
+    size = sum(p.numel() * p.element_size() for p in raw_model.parameters())
+    smallest, *_, large = time_all_reduce(device, min(size, BUCKET))
+    latency = smallest.seconds / (2 * (world_size - 1))
+    sent = 2 * (world_size - 1) / world_size * large.size
+    link = Link(latency, sent / max(1e-9, large.seconds - smallest.seconds))
     dist.destroy_process_group()
-    # A quarter of the way up: the steps that other programs disturbed little.
-    return steps[len(steps) // 4][1], link, sorted(times)
+    step, told = typical(steps), "during the backward, on the cores that also compute"
+    if device.type == "cuda":
+        told = describe_overlap(step, typical(shared), world_size, link)
+    return step, link, sorted(seconds for seconds, _ in shared), told
 
 
 def curve(step: Step, link: Link) -> str:
@@ -187,20 +229,23 @@ def run(args: argparse.Namespace) -> int:
         print(curve(step, Link(args.latency_us / 1e6, 1e9 * args.bandwidth)))
         return 0
     ranks = int(os.environ["WORLD_SIZE"])
-    step, link, times = measure(args)
+    step, link, times, told = measure(args)
     if os.environ["RANK"] == "0" and args.json:
         print(json.dumps({"step": step, "link": link, "measured": times[len(times) // 4]}))
     elif os.environ["RANK"] == "0":
         full = ", ".join(
             f"{size / 1e6:.2f} MB at {1e3 * when:.1f} ms" for when, size in step.buckets
         )
-        other, backward, predicted = (1e3 * t for t in (*step[:2], step.ddp(ranks, link)))
+        other, backward = 1e3 * step.other, 1e3 * step.backward
+        during, after = 1e3 * step.ddp(ranks, link), 1e3 * step.ddp_after(ranks, link)
         print(f"{args.model}, {args.batch_size} images on each of {ranks} devices")
         print(f"alone: {other + backward:.1f} ms, of which backward {backward:.1f} ms")
         print(f"buckets full in the backward: {full}")
         print(f"link: {link.bandwidth / 1e9:.3f} GB/s, {1e6 * link.latency:.0f} us a message")
         found, middle = 1e3 * times[len(times) // 4], 1e3 * median(times)
-        print(f"DDP: predicted {predicted:.1f} ms, measured {found:.1f} ms (median {middle:.1f})\n")
+        print(f"DDP, predicted: {during:.1f} ms if it sends during the backward, {after:.1f} after")
+        print(f"DDP, measured: {found:.1f} ms (median {middle:.1f})")
+        print(f"DDP, torch {torch.__version__}: {told}\n")
         print(curve(step, link))
     return 0
 
@@ -209,7 +254,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = trial.build_parser("scaling.py", __doc__)
     add = parser.add_argument
     add("--model", choices=list(models.MODELS), default="convnet")
-    add("--batch-size", type=config.SIZE, default=config.DEFAULT_BATCH_SIZE, help="per device")
+    add("--batch-size", type=config.SIZE, default=REFERENCE_BATCH, help="per device")
     add("--threads", type=config.SIZE, default=1, help="CPU threads of a device")
     add("--device", choices=["auto", "cpu"], default="auto")
     add("--step-ms", type=config.POSITIVE, help="a step on one device, milliseconds")

@@ -58,12 +58,16 @@ class Trace:
         clock: whose times these are: ``main thread``, or ``device`` if kernels ran.
         busy: when something was computed for a phase. Gaps are in no phase.
         parts: when data moved between devices or ranks, by the part of the step.
+        operations: when each operation of PyTorch began, those that others call included.
+        kernels: when each kernel of the device began.
     """
 
     steps: Spans
     clock: str
     busy: dict[str, Spans]
     parts: dict[str, Spans]
+    operations: list[float]
+    kernels: list[float]
 
     @property
     def exposed(self) -> Spans:
@@ -187,9 +191,12 @@ def sort_events(events: list[Event], device_index: int = 0) -> Trace:
     phases = find_phases(on_host, main)
     on_device = [e for e in events if e.get("cat") in ON_DEVICE]
     kernels = [e for e in on_device if e["args"].get("device", 0) == device_index]
+    operations = [e["ts"] for e in on_host if e["name"].startswith("aten::")]
     if kernels:
-        return Trace(steps, "device", *_sort_kernels(kernels, on_host, phases))
-    return Trace(steps, "main thread", *_sort_operations(on_main, events, phases))
+        launched = [e["ts"] for e in kernels if e["cat"] == "kernel"]
+        sorted_kernels = _sort_kernels(kernels, on_host, phases)
+        return Trace(steps, "device", *sorted_kernels, operations, launched)
+    return Trace(steps, "main thread", *_sort_operations(on_main, events, phases), operations, [])
 
 
 def _part(name: str) -> str | None:
@@ -263,6 +270,10 @@ def share_out(trace: Trace) -> dict[str, Any]:
     def share(spans: Spans) -> float:
         return length(intersect(spans, window)) / wall
 
+    def per_step(moments: list[float]) -> int:
+        begin, end = window[0]
+        return round(sum(begin <= moment < end for moment in moments) / len(trace.steps))
+
     busy = disjoint(trace.busy, trace.exposed)
     shares = {phase: share(spans) for phase, spans in busy.items()}
     optimizer = shares.pop("optimizer")
@@ -276,6 +287,8 @@ def share_out(trace: Trace) -> dict[str, Any]:
         "steps": len(trace.steps),
         "step_seconds": wall / len(trace.steps) / 1e6,
         "timeline": trace.clock,
+        "operations": per_step(trace.operations),
+        "kernels": per_step(trace.kernels),
         "shares": {name: round(value, 4) for name, value in shares.items()},
         "communication_total": round(share(joined(trace.parts)), 4),
         "communication_parts": parts,
@@ -302,13 +315,17 @@ def describe(result: dict[str, Any]) -> str:
     parts, shares = result["communication_parts"].items(), result["shares"]
     note = ", ".join(f"{part.replace('_', ' ')} {share:.1%}" for part, share in parts)
     hidden = result["communication_total"] - shares["communication"]
+    milliseconds, clock = 1e3 * result["step_seconds"], result["timeline"]
     if hidden >= 0.0005:
         note += f"; hidden {hidden:.1%} more"
-    milliseconds, clock = 1e3 * result["step_seconds"], result["timeline"]
+    elif clock == "device" and "in_backward" in result["communication_parts"]:
+        note += "; hidden 0.0%, so the GPU computes nothing while gradients travel"
     lines = [f"profile of {result['steps']} steps, {milliseconds:.2f} ms each, on the {clock}:"]
     for name, share in shares.items():
         told = note if name == "communication" else ""
         lines.append(f"  {name:<13} {share:>6.1%}  {told}".rstrip())
+    kernels = f"; {result['kernels']:,} kernels on the GPU" if clock == "device" else ""
+    lines.append(f"  {result['operations']:,} operations of PyTorch in a step{kernels}")
     return "\n".join(lines)
 
 

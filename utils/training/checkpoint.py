@@ -1,5 +1,6 @@
 """Checkpoints, written whole or not at all, verified before use, and the same for all scripts."""
 
+import inspect
 import io
 import math
 import sys
@@ -9,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from utils import distributed
 from utils.errors import Diverged, UsageError
 from utils.files import replace_file
 from utils.training.progress import Progress
-from utils.weights import CheckpointError, DamagedFile, load_state, read_tensors
+from utils.weights import CheckpointError, DamagedFile, load_state, read_tensors, to_plain
 
 FORMAT = 5
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -42,12 +44,50 @@ class Checkpointer:
     extra: dict[str, Any]
 
     def __post_init__(self) -> None:
+        self._check_parts()
         self.identity |= {"optimizer": type(self.optimizer).__name__, "extra": [*self.extra]}
         # A buffer may be infinite on purpose, as a causal mask is.
         state = self.model.state_dict().items()
         self.finite = [name for name, v in state if isinstance(v, Tensor) and _is_finite(v)]
         self.is_damaged = False  # last.pt, instead of which previous.pt was read
-        self._names()  # which may fail
+        self._parts()  # which may fail: before the first step rather than at the first save
+
+    def _check_parts(self) -> None:
+        """Refuse what would be trained or resumed wrongly, without an error.
+
+        Raises:
+            UsageError: always one line, that says what to do.
+        """
+        for name, part in self.extra.items():
+            kind = f"extra[{name!r}] is a {type(part).__name__}"
+            if isinstance(part, LRScheduler):
+                raise UsageError(
+                    f"{kind}: after a resume it would go on from the peak, since the learning rate"
+                    " is not saved; compute the rate from run.samples_seen at each step, as"
+                    " optim.Schedule does"
+                )
+            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+                raise UsageError(f"{kind}, which has no state_dict and load_state_dict: add them")
+        closure = inspect.signature(self.optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise UsageError(
+                f"{type(self.optimizer).__name__} calls the model by itself (its step needs a"
+                " closure), which this loop does not let it: choose another optimizer"
+            )
+        optimizers = [self.optimizer, *self.extra.values()]
+        groups = [group for each in optimizers for group in getattr(each, "param_groups", ())]
+        stepped = {parameter for group in groups for parameter in group["params"]}
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if not trained:
+            raise UsageError("the model has no parameters, or all are frozen: nothing to train")
+        left = [name for name, parameter in trained.items() if parameter not in stepped]
+        if left:
+            raise UsageError(
+                f"no optimizer has {', '.join(left[:3])} ({len(left)} of {len(trained)}"
+                " parameters), whose gradients would add up from step to step: freeze them where"
+                " the model is built, by requires_grad_(False), or pass their optimizer to Run in"
+                " `extra`"
+            )
 
     def _names(self) -> list[str]:
         """Return the names of the optimizer's parameters, in the order of its groups.
@@ -68,6 +108,21 @@ class Checkpointer:
                 " pass its module to Run in `extra`"
             ) from None
 
+    def _parts(self) -> dict[str, Any]:
+        """Return the states of model, optimizer, scaler and ``extra``, as they can be read again.
+
+        Raises:
+            UsageError: a state holds what could not be read, or the optimizer what is not saved.
+        """
+        names, optimizer_state = self._names(), self.optimizer.state_dict()["state"]
+        parts = {
+            "model": self.model.state_dict(),
+            "optimizer": {names[i]: own for i, own in optimizer_state.items()},
+            "scaler": self.scaler.state_dict(),
+            "extra": {name: part.state_dict() for name, part in self.extra.items()},
+        }
+        return {name: to_plain(part, name) for name, part in parts.items()}
+
     def save(self, progress: Progress, keep_previous: bool = True) -> None:
         """Write ``last.pt`` on rank 0.
 
@@ -78,17 +133,14 @@ class Checkpointer:
 
         Raises:
             Diverged: a number is not finite.
+            UsageError: a state holds what could not be read again.
             OSError: the disk is full, there is no permission... Earlier checkpoints are whole.
         """
-        names, optimizer_state = self._names(), self.optimizer.state_dict()["state"]
-        state: dict[str, Any] = {
+        state = {
             "format": FORMAT,
             "identity": self.identity,
             "progress": progress.position,
-            "model": self.model.state_dict(),
-            "optimizer": {names[i]: own for i, own in optimizer_state.items()},
-            "scaler": self.scaler.state_dict(),
-            "extra": {name: part.state_dict() for name, part in self.extra.items()},
+            **self._parts(),
         }
         weights = [state["model"].get(name) for name in self.finite]
         # Checked on every rank, so that all of them end here.

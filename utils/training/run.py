@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import data
 from utils import distributed, optim, signals
+from utils.datasets.loader import LONGEST_WAIT
 from utils.datasets.loader import batches as loader_batches
 from utils.device import peak_memory, seed_step, synchronize
 from utils.errors import Diverged, UsageError, describe, end_workers
@@ -189,7 +190,9 @@ class Run:
         if not self._progress.has_step_left:
             return
         try:
-            yield from loader_batches(loader)
+            # Of a job of several ranks: the others wait for this one as long in a collective.
+            limit = getattr(self.args, "timeout", LONGEST_WAIT)
+            yield from loader_batches(loader, limit)
         except signals.Stopped:
             if distributed.world_size() > 1:  # the other ranks wait for this one in a backward
                 raise

@@ -17,7 +17,9 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from utils import early
 from utils.device import synchronize
 
-WARMUP_STEPS = 5  # left out of images/s: caches fill, cuDNN and DDP's buckets settle
+# Left out of images/s. Caches fill and cuDNN chooses, and DDP waits for the GPU in its first ten
+# steps, and later in each hundredth, to time itself.
+WARMUP_STEPS = 10
 SETTLING_STEPS = 2  # of the profiler itself, after those that images/s leaves out
 PROFILED_STEPS = 10  # enough to average, and a trace of some 100 KB
 FIRST_STEP = WARMUP_STEPS + SETTLING_STEPS + 1
@@ -30,7 +32,7 @@ class Throughput:
     Args:
         device: of this process.
         global_batch_size: samples of an optimizer step.
-        untimed_steps: how many steps to leave out at the start.
+        untimed_steps: how many steps to leave out at the start. A shorter run leaves out its first.
 
     Attributes:
         startup_seconds: from the start of the process to the end of the first step.
@@ -43,12 +45,15 @@ class Throughput:
         self.global_batch_size = global_batch_size
         self.untimed_steps = untimed_steps
         self.startup_seconds: float | None = None
-        self.train_seconds = self.epoch_start = self._timed_seconds = self._left_out = 0.0
+        self.train_seconds = self.epoch_start = self._left_out = 0.0
+        # Seconds, and since when in this epoch: after the first step, and after the untimed ones.
+        self._after_first = self._after_untimed = 0.0
+        self._first_since = self._timed_since = 0.0
         self._steps = 0
 
     def start_epoch(self) -> None:
         """Start the clock."""
-        self.epoch_start = self._timed_since = time.perf_counter()
+        self.epoch_start = self._first_since = self._timed_since = time.perf_counter()
         self._left_out = 0.0
 
     def step(self) -> None:
@@ -57,6 +62,7 @@ class Throughput:
         if self._steps == 1:
             synchronize(self.device)
             self.startup_seconds = seconds_since_start()
+            self._first_since = time.perf_counter() - self._left_out
         if self._steps == self.untimed_steps:
             synchronize(self.device)
             self._timed_since = time.perf_counter() - self._left_out
@@ -73,13 +79,26 @@ class Throughput:
         """Stop the clock. The device has nothing left to do, or time is missing."""
         now = time.perf_counter() - self._left_out
         self.train_seconds += now - self.epoch_start
+        if self._steps > 1:
+            self._after_first += now - self._first_since
         if self._steps > self.untimed_steps:
-            self._timed_seconds += now - self._timed_since
+            self._after_untimed += now - self._timed_since
+
+    @property
+    def timed_steps(self) -> tuple[int, int] | None:
+        """The first and the last step of this process that ``images_per_second`` is about."""
+        if self._steps < 2:
+            return None
+        first = self.untimed_steps + 1
+        return (first if self._steps >= first else 2), self._steps
 
     def images_per_second(self) -> float | None:
-        """Return the speed over all devices since the warm-up steps, or None before their end."""
-        images = (self._steps - self.untimed_steps) * self.global_batch_size
-        return images / self._timed_seconds if self._timed_seconds else None
+        """Return the speed over all devices in ``timed_steps``, or None after a single step."""
+        if self.timed_steps is None:
+            return None
+        first, last = self.timed_steps
+        seconds = self._after_first if first == 2 else self._after_untimed
+        return (last - first + 1) * self.global_batch_size / seconds if seconds else None
 
 
 def seconds_since_start() -> float:
@@ -110,7 +129,7 @@ class StepProfiler:
             activities.append(getattr(ProfilerActivity, device.type.upper()))
         else:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it takes a missing GPU for an error
-        # It waits for 5 steps, warms up for 2 and records 10, once.
+        # It waits for 10 steps, warms up for 2 and records 10, once.
         plan = schedule(wait=WARMUP_STEPS, warmup=SETTLING_STEPS, active=PROFILED_STEPS, repeat=1)
         self.profile = profile(
             activities=activities,
