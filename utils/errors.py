@@ -68,6 +68,11 @@ NOT_SAVED = "which is not saved"  # in the reason of each run that diverged
 REPORT_SECONDS = 10.0  # for the rank that reports for its machine, which may still be importing
 EXIT_SECONDS = 10.0  # for exit handlers, one of which may wait for a rank that is lost
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+# What DDP says where it wraps the model, by the number of parameters or by the shape of one.
+OTHER_MODEL = re.compile(
+    "Rank [0-9]+ has [0-9]+ params, while rank [0-9]+ has inconsistent [0-9]+ params"
+    "|params.[0-9]+. in this process with .*? appears not to match .*? in process 0"
+)
 # PyTorch's lines about parameters that a forward left unused. They give indices, and with
 # TORCH_DISTRIBUTED_DEBUG=INFO names.
 UNUSED = re.compile("Parameters? [^:\\n]*not receive grad[^:\\n]*: .*")
@@ -135,6 +140,11 @@ def explain(error: Exception | SystemExit) -> Exception:
     for part, message in KNOWN_OF_GPUS.items():
         if part in text:
             return UserError(message)
+    if other := OTHER_MODEL.search(text):
+        return UsageError(
+            f"the ranks have different models ({other[0]}): start every rank with the same code,"
+            " and freeze the same parameters on all"
+        )
     if "no kernel image" in text:
         return UsageError(_explain_no_kernel())
     if isinstance(error, OSError) and (error.filename or error.errno in DISK):
