@@ -123,7 +123,7 @@ def main() -> None:
 
         # DDP: each rank evaluates the model that rank 0 saves, with rank 0's running statistics.
         # The other ranks have seen other images, so theirs differ.
-        # NCCL sends contiguous memory only.
+        # A buffer may be a part of a tensor, and only contiguous memory is sent whole.
         for original in raw_model.buffers():
             buffer = original.contiguous()
             dist.broadcast(buffer, src=0)
