@@ -317,6 +317,7 @@ OVERLAP = """
 import ctypes, os, runpy, sys
 os.environ.pop("TORCH_DIST_USE_NCCL2", None)
 if sys.argv[1] != "torch":
+    sys.path.insert(0, os.path.dirname(sys.argv[1]))
     runpy.run_path(sys.argv[1], run_name="imported")
 import torch, torch.distributed as dist
 rank = int(os.environ["RANK"])
