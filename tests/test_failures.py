@@ -7,9 +7,11 @@ import time
 from contextlib import suppress
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.processes import ROOT, STANDALONE, Training, error_lines, finish, run, wait_until
+from utils import errors
 from utils.cluster.job import LOST_IN_TRAINING, Job, LostRank, Report
 from utils.cluster.rendezvous import Peer, Peers
 
@@ -217,3 +219,25 @@ def test_an_error_of_nccl_is_explained_once(monkeypatch):
     assert "at step 3" in str(lost)
     for error in (lost, RuntimeError("NCCL"), ArithmeticError("wrong")):
         assert job.explain(error) is error
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("CUDA out of memory. Tried to allocate 20.00 MiB", "out of memory: lower --batch-size"),
+        ("CUDA error: out of memory", "out of memory: lower --batch-size"),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`", "cuBLAS got no"),
+        ("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED", "cuDNN does not start"),
+        ("CUDA-capable device(s) is/are busy or unavailable", "the GPU is busy or unavailable"),
+        ("Duplicate GPU detected : rank 0 and rank 1", "--ntasks-per-node"),
+        ("Multiple Ranks are using the same GPU/Partition", "NCCL_MULTI_RANK_GPU_ENABLE=1"),
+        ("Failed to initialize NCCL communicator: invalid usage (run with", "have the same GPU"),
+        ("CUDA error: no kernel image is available", "Tesla V100, a GPU of capability 7.0 (it has"),
+    ],
+)
+def test_what_a_gpu_says_is_explained(text, said, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
+    error = errors.explain(RuntimeError(text))
+    assert isinstance(error, errors.UserError)
+    assert said in str(error)

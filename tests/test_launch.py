@@ -157,10 +157,11 @@ def test_two_jobs_of_slurm_on_one_host_have_ports_of_their_own():
     assert len({rank_info.read_rank_info(job).master_port for job in jobs}) == 10
 
 
-@pytest.mark.parametrize("wrong", [["--backend", "mpi"], ["--epochs", "none"]])
-def test_one_line_for_all_ranks_of_torchrun(wrong):
+@pytest.mark.parametrize("wrong", ["--backend mpi", "--epochs none", "--init-weights nowhere.pt"])
+def test_one_line_for_all_ranks_of_torchrun(wrong, synthetic_dir):
     """Also where rank 0, which has to say it, is the last to find out."""
-    words = [*STANDALONE, 2, ALTERED, "train_ddp.py", *wrong]
+    data_set = ["--dataset", "synthetic", "--data-dir", synthetic_dir]
+    words = [*STANDALONE, 2, ALTERED, "train_ddp.py", *data_set, *wrong.split()]
     ended = run(*words, ALTER="late", ALTER_AT="start")
     assert ended.returncode == 1
     assert len(error_lines(ended)) == 1, ended.text

@@ -96,6 +96,8 @@ KNOWN = {
     # By NCCL before 2.30 and since. NCCL_MULTI_RANK_GPU_ENABLE=1 allows it since then.
     "Duplicate GPU detected": SAME_GPU,
     "Multiple Ranks are using the same GPU": f"{SAME_GPU}, or set NCCL_MULTI_RANK_GPU_ENABLE=1",
+    # PyTorch's newer class for NCCL does not say why.
+    "NCCL communicator: invalid usage": f"NCCL says invalid usage, most likely since {SAME_GPU}",
 }
 # The same for what is wrong on one rank alone.
 KNOWN_OF_GPUS = {
@@ -116,7 +118,7 @@ def explain(error: Exception | SystemExit) -> Exception:
     if isinstance(error, SystemExit):
         called = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{called.filename}, line {called.lineno}"
-        return UserError(f"{where} has called sys.exit({text}): raise an error that says why")
+        return UserError(f"{where}, has called sys.exit({text}): raise an error that says why")
     out_of_memory = ("out of memory", "can't allocate memory")
     if isinstance(error, MemoryError) or any(part in text for part in out_of_memory):
         return UserError(MEMORY)
