@@ -157,11 +157,13 @@ class Mirror(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture
 def mirror(raw, tmp_path, monkeypatch):
     """Return what chooses among good, bad and slow mirrors; no file is left in ``raw``."""
-    for folder in ("good", "bad", "slow"):
+    for folder in ("good", "bad", "short", "slow"):
         (tmp_path / folder).mkdir()
         for path in raw.iterdir():
             packed = tmp_path / folder / f"{path.name}.gz"
-            packed.write_bytes(gzip.compress(path.read_bytes()))
+            content = path.read_bytes()
+            # A copy that was cut before it was packed: gzip finds no fault in it.
+            packed.write_bytes(gzip.compress(content[:-9] if folder == "short" else content))
             change(packed, 15 if folder == "bad" else 4)  # 4: the time of packing
     for path in raw.iterdir():
         path.unlink()
@@ -183,11 +185,13 @@ def mirror(raw, tmp_path, monkeypatch):
 
 
 def test_mirrors_without_good_files_are_named(mirror, raw, monkeypatch):
-    """One answers with an error page, one with corrupt files, one with a byte now and then."""
-    mirror("nothing", "bad", "slow")
+    """An error page, corrupt files, files that were cut short, and a byte now and then."""
+    mirror("nothing", "bad", "short", "slow")
     with monkeypatch.context() as patch:
         patch.setattr(fetch, "DOWNLOAD_TIMEOUT", 1.0)
-        with pytest.raises(DataError, match=r"/bad/ \(.+\); .*/slow/ \(nothing in 1 s\)"):
+        with pytest.raises(
+            DataError, match=r"/bad/ \(.+\); .*/short/ \(.+\); .*/slow/ \(nothing in 1 s\)"
+        ):
             load(raw)
     assert list(raw.iterdir()) == []
     for path in (raw.parent.parent / "good").iterdir():
