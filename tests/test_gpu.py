@@ -341,7 +341,7 @@ dist.destroy_process_group()
 @pytest.mark.skipif(not PRETENDED, reason="needs pretended GPUs, which print waits")
 @pytest.mark.parametrize(
     ("chosen_by", "waits"),
-    [("scripts/minimal/ddp.py", 0), ("scripts/minimal/ddp_complete.py", 0), ("torch", 3)],
+    [("train_ddp.py", 0), ("scripts/minimal/ddp.py", 0), ("torch", 3)],
 )
 def test_gradients_travel_while_the_backward_computes(chosen_by, waits, tmp_path):
     """Where "torch" has no wait any more, PyTorch has cured it: the scripts' line can go."""
@@ -353,6 +353,17 @@ def test_gradients_travel_while_the_backward_computes(chosen_by, waits, tmp_path
     assert len(sends) == 4, ended.stderr
     assert told[sends[0] : sends[-1]].count("WAIT stream (nil)") == waits
     assert told[sends[-1] :].count("WAIT stream (nil)") >= 4, "before the optimizer's step"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["minimal/ddp.py", "minimal/ddp_complete.py", "tools/scaling.py"])
+def test_two_processes_on_one_gpu_are_told_how_to_use_the_cpu(name, tmp_path):
+    command = [*STANDALONE, 2, ROOT / "scripts" / name]
+    ended = run(*command, cwd=tmp_path, CUDA_VISIBLE_DEVICES="0")
+    assert ended.returncode == 1, "of torchrun"
+    told = [line for line in ended.stderr.splitlines() if "CUDA_VISIBLE_DEVICES= torchrun" in line]
+    assert told
+    assert "NCCL" not in ended.text
 
 
 # All else that trains or measures
@@ -368,7 +379,7 @@ def test_a_minimal_script_takes_the_gpus(name, short_dir, tmp_path):
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize(
-    ("gpus", "rows"), [("0", ["single", "dp", "ddp", "single"]), ("0,1", ["single", "dp", "ddp"])]
+    ("gpus", "rows"), [("0", "single dp ddp single"), ("0,1", "single dp ddp")]
 )
 def test_quickstart_compares_what_the_gpus_allow(gpus, rows, copy, synthetic_dir):
     words = ["--dataset", "synthetic", "--data-dir", synthetic_dir, "--model", "linear"]

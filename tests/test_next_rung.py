@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+import data
 import models
 from tests import minimal
 from tests.processes import run, succeed
@@ -53,7 +54,7 @@ def test_fsdp_evaluates_equally_many_batches_on_all_ranks(short_dir, tmp_path):
     # With batch normalisation, whose statistics the file has: rank 0's.
     model = models.build_model("convnet").eval()
     model.load_state_dict(torch.load(tmp_path / "run" / "model.pt", weights_only=True))
-    images, labels = minimal.data.load_tensors("synthetic", str(folder))[1].tensors
+    images, labels = data.load_tensors("synthetic", str(folder))[1].tensors
     with torch.no_grad():
         expected = torch.nn.functional.cross_entropy(model(images), labels)
     assert loss == pytest.approx(float(expected), abs=1e-4)

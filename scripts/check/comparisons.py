@@ -4,6 +4,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import combinations
 from typing import Any
 
 Facts = dict[str, Any]  # of an event, or of all that was told in a run
@@ -30,6 +31,10 @@ CONFLICTS = ("other collectives", "a rank stops alone", "equal ranks")
 
 def events_of(report: Facts, *kinds: str) -> list[Facts]:
     return [event for event in report["events"] if event["kind"] in kinds]
+
+
+def rank_of(event: Facts) -> int:
+    return event["rank"]
 
 
 def by_ranks(report: Facts) -> Found:
@@ -164,6 +169,8 @@ def _cause(together: list[tuple[Facts, Facts]]) -> tuple[str, str, list[Any]]:
                 if found := re.search(pattern, calls):
                     return cause, lines[found.start()], grads
         return "gradients differ" if belongs == "averaged" else belongs, line, grads
+    if _differ(before, 1e-9) and belongs == "gradients differ":
+        return "other weights", line, before
     is_new = _differ(after, 1e-9) and not _differ(before, 1e-9)
     return "other learning rates or settings" if is_new else "", line, after
 
@@ -200,23 +207,36 @@ def shares(report: Facts) -> Found:
         if None not in batches and len(set(batches)) > 1:
             yield "unequal batches", {**first, "batches": batches}
         # Only where a permutation is shared out: no sampler that draws with replacement.
-        lists = [item[of] for item in items for of in ("indices", "samples")]
-        permuted = all(own and len(set(own)) == len(own) for own in lists)
+        drawn = [own[of] for own in items for of in ("indices", "samples")]
+        permuted = all(own and len(set(own)) == len(own) for own in drawn)
         contents = [item["content"] for item in items]
         if not permuted or len({item["length"] for item in items}) > 1 or not all(contents):
             continue
-        indices, samples = (set(lists[at]).intersection(*lists[at::2]) for at in (0, 1))
         equal = sum(len(set(column)) == 1 for column in zip(*contents, strict=True))
-        # A rank may take its part of a batch that all have drawn.
-        is_divided = first["divided"] and len({tuple(item["inputs"]) for item in items}) > 1
+        indices = set(first["indices"]).intersection(*(item["indices"] for item in items))
         if equal < len(contents[0]) and len(indices) <= report["world"]:
             facts = {**first, "equal": equal, "count": len(contents[0]), "noise": ""}
             if first["noise"]:
                 facts |= {"level": "WARN", "noise": " (they are noise, which each rank drew)"}
             yield "other data", facts
-        elif len(samples) > max(report["world"], len(lists[0]) / 4) and not is_divided:
-            what = f"all ranks draw {len(samples)} of rank 0's {len(lists[0])} samples"
-            yield "equal shares", {**first, "what": what}
+        else:
+            yield from _equal_shares(items, report["world"])
+
+
+def _equal_shares(items: list[Facts], world: int) -> Found:
+    """Find the two ranks that drew most of the same samples, if these are many."""
+    both = {
+        (one["rank"], other["rank"]): len(set(one["samples"]) & set(other["samples"]))
+        for one, other in combinations(sorted(items, key=rank_of), 2)
+        # A rank may take its part of a batch that all have drawn.
+        if not one["divided"] or one["inputs"] == other["inputs"]
+    }
+    pair = max(both, key=lambda ranks: both[ranks], default=())
+    total = len(items[0]["samples"])
+    if pair and both[pair] > max(world, total / 4):
+        ranks = " and ".join(map(str, pair))
+        what = f"ranks {ranks} draw {both[pair]} equal samples of {total} each"
+        yield "equal shares", {**items[0], "what": what}
 
 
 def inputs(report: Facts) -> Found:

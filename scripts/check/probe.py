@@ -32,13 +32,18 @@ try:  # each of these modules looks up the names of torch that it needs
     import steps
     import wrapper
     from record import state
+except ModuleNotFoundError as error:
+    MISSING = f"the check needs the package {error.name}, which is not installed here"
 except (ImportError, AttributeError) as error:
-    missing = f"this torch ({torch.__version__}) has no {error.name}: the check knows 2.9 to 2.15"
-    MISSING = f"{missing} ({error})"
+    quoted = re.findall(r"'(\w+)'", str(error))  # of an import the first, of an object the last
+    missing = quoted[0 if isinstance(error, ImportError) else -1]
+    MISSING = f"this torch ({torch.__version__}) has no {missing}: the check knows 2.9 to 2.15"
 else:
     MISSING = ""
     OWN = [bounds, devices, draws, files, lengths, passes, process_group, record, source]
     OWN += [stand_ins, starts, steps, wrapper]
+FOLDER = os.path.dirname(os.path.abspath(__file__))
+OWN_ERRORS = AttributeError | NameError | TypeError  # if the check itself raises them
 OTHERS = {"SLURM_": "slurm", "OMPI_": "mpi", "PMI_": "mpi"}  # whose variables a script may want
 
 
@@ -163,7 +168,10 @@ def _fail(error: BaseException) -> NoReturn:
         launcher = OTHERS[wanted[0]]
         asks = f"it asks for the variable {error.args[0]}: give --launcher {launcher}"
         record.again(state.world, launcher, asks)
-    for frame in traceback.extract_tb(error.__traceback__):
+    trace = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, OWN_ERRORS) and trace[-1].filename.startswith(FOLDER):
+        message = f"the check itself fails with this torch ({torch.__version__}): {message}"
+    for frame in trace:
         if frame.filename.startswith(state.root):
             line = f"{os.path.relpath(frame.filename, state.root)}:{frame.lineno}"
     calls = [item.calls for item in wrapper.wrappers]

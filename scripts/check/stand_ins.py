@@ -15,6 +15,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import record
 import torch
+import torch.utils.model_zoo
 from record import replaces, state
 
 SETS: dict[str, Any] = {  # torchvision's: an image's shape, classes, training and test samples
@@ -176,3 +177,4 @@ with contextlib.suppress(ImportError):
             setattr(_owner, _name, _drawn)
     replaces(torchvision.models.ResNet18_Weights.__base__, name="get_state_dict")(_no_weights)
 torch.hub.load_state_dict_from_url = _no_weights  # type: ignore[assignment]
+torch.utils.model_zoo.load_url = _no_weights  # type: ignore[assignment]

@@ -155,11 +155,11 @@ def _note_inputs(tensors: list[Tensor]) -> None:
     passes.note_inputs(tensors)
     state_now = draws.marks()["torch"]
     drew = Forward.before is not None and state_now != Forward.before
-    varied = [t for t in tensors if t.numel() > 1 and bool((t != t.flatten()[0]).any())]
-    digests = [draws.digest(tensor) for tensor in varied]
+    digests = [draws.digest(tensor) for tensor in tensors]
     record.tell("input", digests=digests, drew=drew, is_of_batch=passes.is_under_way())
-    for tensor, digest in zip(varied, digests, strict=True) if drew else ():
-        if devices.is_drawn(tensor):
+    for tensor, digest in zip(tensors, digests, strict=True) if drew else ():
+        is_varied = tensor.numel() > 1 and bool((tensor != tensor.flatten()[0]).any())
+        if is_varied and devices.is_drawn(tensor):
             where = "for what goes into a forward"
             same = (where, Forward.before, digest)
             record.tell("equal random numbers", same=same, where=where, name="torch")
