@@ -84,7 +84,7 @@ def train(short_dir, tmp_path):
         if end == "exit":  # the other rank says no more than that
             (line,) = [line for line in ended.stderr.splitlines() if "lost rank" not in line]
             assert line.startswith("train_ddp.py: error: ")
-            assert "own.py, line 13, has called sys.exit(no data is left)" in line
+            assert "own.py, line 12, has called sys.exit(no data is left)" in line
         return tmp_path
 
     return train
