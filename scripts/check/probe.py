@@ -180,5 +180,5 @@ def _fail(error: BaseException) -> NoReturn:
 
 if __name__ == "__main__":
     if not MISSING:
-        starts.before_a_rank.append(_seed)
+        starts.before_a_rank += [_seed, devices.begin]
     serve(Connection(int(sys.argv[1])))
