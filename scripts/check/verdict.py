@@ -123,9 +123,8 @@ def _could_not(report: Facts, kinds: set[str]) -> str:
         return "it wraps no model in DistributedDataParallel, which is what is judged here"
     if events_of(report, "step"):
         return ""
-    loaded = " It loads a file: what does it go on from?" if events_of(report, "load") else ""
-    epochs = "the check has cut the training to two epochs"
-    return f"no step of an optimizer was seen, and {epochs}.{loaded}"
+    loaded = " (it loads a file: where does it go on?)" if events_of(report, "load") else ""
+    return f"no step of an optimizer was seen in the two epochs of the check{loaded}"
 
 
 def _not_seen(report: Facts) -> Iterator[str]:
