@@ -17,6 +17,8 @@ NO_GPU = re.compile("NVIDIA|CUDA|nvcc|Triton|cudnn|pretended")
 # Each of these findings explains those behind it, which are not said then.
 EXPLAINS = {
     "unused parameters": ("gradients differ",),
+    "gradients differ": ("other weights",),
+    "nothing is averaged": ("other weights",),
     "equal shares": ("equal random numbers",),
     "trains nothing": ("held by no optimizer",),
 }
