@@ -72,7 +72,7 @@ class Ranks:
         """Have at least as many processes as ranks. They differ in the order of sets of strings."""
         if any(process.poll() is not None for process in self.processes):
             self.stop()
-        kept = {name: own for name, own in os.environ.items() if not LAUNCHERS.fullmatch(name)}
+        kept = {name: text for name, text in os.environ.items() if not LAUNCHERS.fullmatch(name)}
         new = range(len(self.processes), count)
         for rank in new:
             ours, theirs = Pipe()

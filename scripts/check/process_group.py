@@ -90,17 +90,8 @@ def _announced(name: str) -> Any:
             _tell_values(name, passed, tensor)
         if name == "new_group":
             passed["backend"] = "gloo"
-        passed.pop("device_ids", None)  # which gloo does not take
-        is_mean = passed.get("op") == REDUCE_OP.AVG  # nor does it average
-        if is_mean:
-            passed["op"] = REDUCE_OP.SUM
         with record.in_collective:
-            work = real(**passed)
-        if is_mean and tensor is not None:
-            if work is not None:
-                work.wait()
-            tensor.div_(len(ranks))
-        return work
+            return real(**passed)
 
     return collective
 

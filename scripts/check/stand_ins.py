@@ -90,7 +90,8 @@ class NoProgram(subprocess.Popen):  # type: ignore[type-arg]
         self._is_text = any(passed.get(name) for name in texts)
         pipes = {name: passed.get(name) == subprocess.PIPE for name in ("stdout", "stderr")}
         self._outputs = [output if pipes["stdout"] else None, "" if pipes["stderr"] else None]
-        self.args, self.returncode, self.pid = args, 0, os.getpid()
+        self.args, self.returncode = args, 0
+        self.pid = 2**30  # of nobody, whom a signal could end
         self.stdin = io.StringIO() if self._is_text else io.BytesIO()  # type: ignore[assignment]
         self.stdout, self.stderr = map(self._file, self._outputs)
 

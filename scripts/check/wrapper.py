@@ -38,7 +38,7 @@ _register = DDP.register_comm_hook
 class Forward:
     """The outermost forward that is under way."""
 
-    depth = told = 0
+    depth = noted = 0
     began: dict[str, int] | None = None  # the random states with which it began
     before: int | None = None  # torch's random state after the last forward
 
@@ -149,9 +149,9 @@ def no_sync(real: Any, self: Any) -> Iterator[None]:
 
 def _note_inputs(tensors: list[Tensor]) -> None:
     """Tell what goes into a forward that is trained, unless a loader's batch went into it."""
-    if not tensors or Forward.told >= MOST:
+    if not tensors or Forward.noted >= MOST:
         return
-    Forward.told += 1
+    Forward.noted += 1
     passes.note_inputs(tensors)
     state_now = draws.marks()["torch"]
     drew = Forward.before is not None and state_now != Forward.before
