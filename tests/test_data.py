@@ -22,7 +22,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils._pytree import tree_flatten
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 import data
 import models
@@ -296,8 +304,8 @@ def test_loader_workers_and_a_resident_set_give_the_same_batches(python_3_14):
     dataset = Set(50)
     plain = [labels.tolist() for labels in dataset.labels.split(7)]
     for each, workers in ((dataset, 2), (dataset, 0), (dataset.to(CPU), 0)):
-        loader = DataLoader(each, 7, **data.loader_options(each, workers, CPU))
-        assert [labels.tolist() for _, labels in loader] == plain
+        batches = loader.batches(DataLoader(each, 7, **data.loader_options(each, workers, CPU)))
+        assert [labels.tolist() for _, labels in batches] == plain
     empty = DataLoader(dataset, 7, sampler=range(2, 2, 3), **data.loader_options(dataset, 0, CPU))
     assert list(empty) == [], "a share of nothing"
 
@@ -434,8 +442,9 @@ OWN = [
     (None, [data.ImageSet(torch.zeros(3), torch.zeros(3))], "returned ImageSet: return two map"),
     (None, (Noisy(), (1, 2)), "returned Noisy, tuple: return two"),
     (None, (Stream(), Noisy()), "returned Stream, Noisy: .*docs/recipes.md"),
-    (None, (Pictures(), Noisy()), "make no batch .*PIL.* return pairs"),
-    (None, (TensorDataset(torch.zeros(3, 2)), Noisy()), "make no batch .*return pairs"),
+    (None, (Noisy(), Noisy(count=0)), "or the test set is empty"),
+    (None, (Pictures(), Noisy()), "make no batch .*PIL.* give the data set a collate_fn"),
+    (None, (TensorDataset(torch.zeros(3, 2)), Noisy()), "cannot take the images of --dataset"),
     (nn.Linear(3, 4), (Noisy(), Noisy()), r"cannot take the images of --dataset, \[4\]"),
     (nn.Bilinear(4, 4, 4), (Noisy(), Noisy()), "cannot take the images .*missing 1 required"),
     (nn.Linear(4, 4).requires_grad_(False), (Noisy(), Noisy()), "no parameter to train"),
@@ -516,6 +525,53 @@ def test_frozen_statistics_that_move_are_noted(capsys):
         assert ("of the frozen 0 still move" in capsys.readouterr().out) == frozen
 
 
+class Sentences:
+    """Dicts of sequences of different lengths, of a class that is no Dataset, as Hugging Face's."""
+
+    def __init__(self, offset=0):
+        self.offset = offset
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return {"ids": torch.full((index % 3 + 1,), index + self.offset), "text": str(index)}
+
+    def collate_fn(self, samples):
+        ids = nn.utils.rnn.pad_sequence([sample["ids"] for sample in samples], batch_first=True)
+        noise = torch.rand(len(samples)) + np.random.rand()
+        return {"ids": ids, "more": [noise, *(sample["text"] for sample in samples)]}
+
+
+class Triples(Sentences):
+    collate_fn = staticmethod(default_collate)
+
+    def __getitem__(self, index):
+        return torch.tensor([index]), index + self.offset, f"the text {index}"
+
+
+@pytest.mark.parametrize("kind", [Sentences, Triples])
+def test_samples_may_have_any_form(kind):
+    """With any workers; ranks with other samples are found; a batch goes to a device."""
+    torch.manual_seed(0)
+    whole, other, part = kind(), kind(offset=1), Subset(kind(), range(12))
+    [first, second] = loader.place([whole, part], CPU, None)
+    found = []
+    for each, workers in ((first, 0), (second, 0), (first, 2)):
+        options = data.loader_options(each, workers, CPU)
+        sampler = data.EpochSampler(each, 4)
+        found.append([*DataLoader(each, 4, sampler=sampler, **options)])
+    assert repr(found[0]) == repr(found[1]) == repr(found[2])
+    assert len(found[0]) == 3
+    [moved] = [loader.to_device(batch, torch.device("meta")) for batch in found[0][:1]]
+    tensors = [x for x in tree_flatten(moved)[0] if isinstance(x, torch.Tensor)]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert len(tensors) == 2
+    assert tree_flatten(moved)[1] == tree_flatten(found[0][0])[1], "of another form"
+    assert same(whole, kind())
+    assert not same(whole, other)
+
+
 class Stuck(Noisy):
     """Waits in a sample that stands in ``at``, or ends the epoch there."""
 
@@ -582,12 +638,14 @@ import multiprocessing, sys, time
 sys.path.insert(0, sys.argv[1])
 import torch, data
 from torch.utils.data import DataLoader
+from utils.datasets.loader import batches
 
 if __name__ == "__main__":
     multiprocessing.set_start_method(sys.argv[2])
     dataset = data.ImageSet(torch.zeros(9, 2, 2).byte(), torch.zeros(9).long())
     loader = DataLoader(dataset, 3, **data.loader_options(dataset, 2, torch.device("cpu")))
-    next(iter(loader))
+    started = batches(loader)
+    next(started)
     print("started", flush=True)
     time.sleep(600)
 """

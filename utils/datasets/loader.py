@@ -10,13 +10,12 @@ import threading
 import time
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -77,16 +76,20 @@ class SampleSet(Dataset):
 
     def __init__(self, dataset: Any) -> None:
         self.dataset, self.seed = dataset, torch.initial_seed()
+        self.collate = _find_collate(dataset)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, keys: Sequence[int | tuple[int, int]]) -> list[Any]:
-        """Return samples.
+    def __getitems__(self, keys: Sequence[int | tuple[int, int]]) -> Any:
+        """Return a batch of samples, as the data set's own ``collate_fn`` or PyTorch's makes it.
 
         Args:
             keys: indices, or pairs (index, position in the training), as ``EpochSampler`` yields
                 them. Without a position a sample is the same each time.
+
+        Raises:
+            DataError: PyTorch cannot put the samples into a batch.
         """
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()
         samples = []
@@ -97,10 +100,28 @@ class SampleSet(Dataset):
             np.random.seed(seed)
             torch.default_generator.manual_seed(seed)
             samples.append(self.dataset[index])
+        batch = self.collate(samples)
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
-        return samples
+        return batch
+
+
+def _find_collate(dataset: Any) -> Callable[[list[Any]], Any]:
+    """Return a data set's ``collate_fn``, also through a ``Subset`` of it, or PyTorch's own."""
+    while not hasattr(dataset, "collate_fn") and hasattr(dataset, "dataset"):
+        dataset = dataset.dataset
+    return getattr(dataset, "collate_fn", _collate)
+
+
+def _collate(samples: list[Any]) -> Any:
+    try:
+        return default_collate(samples)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise DataError(
+            f"the samples of --dataset make no batch ({str(error).splitlines()[0]}): let a"
+            " transform make them tensors of one shape, or give the data set a collate_fn"
+        ) from None
 
 
 def place(sets: Any, device: torch.device, on_device: bool | None) -> list[Any]:
@@ -116,12 +137,13 @@ def place(sets: Any, device: torch.device, on_device: bool | None) -> list[Any]:
         UsageError: the set to keep on the device is no ``ImageSet``.
     """
     both = list(sets) if isinstance(sets, tuple | list) else [sets]
-    usable = [isinstance(x, Dataset) and not isinstance(x, IterableDataset) for x in both]
-    if usable != [True, True]:
+    if [_is_map_style(each) for each in both] != [True, True]:
         raise DataError(
             f"load_dataset in data.py returned {', '.join(type(x).__name__ for x in both)}: return"
             " two map-style Datasets (docs/recipes.md shows how to train an IterableDataset)"
         )
+    if not all(map(len, both)):
+        raise DataError("the training set or the test set is empty")
     if not all(isinstance(each, ImageSet) for each in both):
         if on_device:
             raise UsageError("--data-on-device needs the tensors of an ImageSet: drop it")
@@ -133,44 +155,61 @@ def place(sets: Any, device: torch.device, on_device: bool | None) -> list[Any]:
     return [each.to(device) for each in both] if on_device else both
 
 
+def _is_map_style(dataset: Any) -> bool:
+    """Return whether it has samples by index. Those of Hugging Face are no Datasets of PyTorch."""
+    is_data = not isinstance(dataset, IterableDataset | Tensor | np.ndarray | tuple | dict | str)
+    return is_data and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+
+
 def collate(batch: Any) -> Any:
-    """Make a batch (images, labels) of samples. An ``ImageSet`` gives a whole batch already.
+    """Return a batch, which the data set has made of its samples already.
 
-    A loader worker also puts it into shared memory here. Otherwise PyTorch does that in another
-    thread of the worker. An error in that thread reaches nobody, and the training process waits for
-    the batch for ever.
+    A loader worker puts it into shared memory here. Otherwise PyTorch does that in another thread
+    of the worker. An error in that thread reaches nobody, and the training process waits for the
+    batch for ever.
     """
-    if isinstance(batch, list):
-        batch = default_collate(batch)
-    if get_worker_info() is not None:
-        return [part.share_memory_() for part in batch]
-    return batch
+    return batch if get_worker_info() is None else _map_parts(_share, batch)
 
 
-def read_batch(dataset: ImageSet | SampleSet, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Read the images and labels with these indices, as a loader would.
-
-    Raises:
-        DataError: a sample is no pair, or PyTorch cannot put the samples into a batch.
-    """
-    samples = dataset.__getitems__(list(indices))
-    try:
-        images, labels = collate(samples)
-        return images.flatten(0, 0), labels.flatten(0, 0)  # views, of tensors alone
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        raise DataError(
-            f"the samples of --dataset make no batch ({str(error).splitlines()[0]}): return pairs"
-            " (image, label), and let a transform make all images tensors of one shape"
-        ) from None
+def _share(part: Any) -> Any:
+    return part.share_memory_() if isinstance(part, Tensor) else part
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch of any form on a device. What is no tensor stays as it is."""
+    """Return a batch with all that its dicts, lists and tuples hold on ``device``, if it can be.
+
+    Besides tensors these are objects with a ``to`` of their own, such as a ``PackedSequence``.
+    """
     # On mps a copy that does not block may read memory that has been freed meanwhile.
-    blocking = device.type != "cuda"
-    return tree_map(
-        lambda x: x.to(device, non_blocking=not blocking) if isinstance(x, Tensor) else x, batch
-    )
+    non_blocking = device.type == "cuda"
+    return _map_parts(lambda part: part.to(device, non_blocking=non_blocking), batch)
+
+
+def _map_parts(function: Callable[[Any], Any], batch: Any) -> Any:
+    if hasattr(batch, "to"):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return {name: _map_parts(function, part) for name, part in batch.items()}
+    if isinstance(batch, list | tuple):
+        parts = [_map_parts(function, part) for part in batch]
+        is_named = hasattr(batch, "_fields")
+        return type(batch)(*parts) if is_named else type(batch)(parts)
+    return batch
+
+
+def read_batch(dataset: ImageSet | SampleSet, indices: Sequence[int]) -> Any:
+    """Read the samples with these indices as a batch, as a loader would.
+
+    Raises:
+        DataError: PyTorch cannot put the samples into a batch, or there is no such sample.
+    """
+    try:
+        return dataset.__getitems__(list(indices))
+    except StopIteration:
+        raise DataError(
+            f"{_name_set(dataset)} raises StopIteration for a sample: give each next() a default,"
+            " as in next(found, None)"
+        ) from None
 
 
 def tie_to_parent(worker_id: int) -> None:
@@ -207,7 +246,7 @@ def loader_options(dataset: Any, num_workers: int, device: torch.device) -> dict
     }
 
 
-def batches(loader: Iterable[Any], timeout: float = LONGEST_WAIT) -> Iterator[Any]:
+def batches(loader: Any, timeout: float = LONGEST_WAIT) -> Iterator[Any]:
     """Yield the batches of a loader. Where workers read, say it when one does not come.
 
     Args:
@@ -229,11 +268,13 @@ def batches(loader: Iterable[Any], timeout: float = LONGEST_WAIT) -> Iterator[An
         except StopIteration:
             if given < expected:
                 raise DataError(
-                    f"{_name_set(loader)} ended after {given} of {expected} batches: a"
+                    f"{_name_set(loader.dataset)} ended after {given} of {expected} batches: a"
                     " StopIteration in it ends the loop of a DataLoader; give each next() a"
                     " default, as in next(found, None)"
                 ) from None
             return
+        except DataError as error:  # a worker's comes with its traceback, before this line
+            raise DataError(error.args[0].splitlines()[-1].rpartition("DataError: ")[2]) from None
         except RuntimeError as error:
             if not str(error).startswith(TIMED_OUT):
                 raise
@@ -261,22 +302,22 @@ def _begin(loader: Any) -> Iterator[Any]:
             raise
         method = multiprocessing.get_start_method()
         raise DataError(
-            f"{_name_set(loader)} cannot be sent to a loader worker ({describe(error)}), which"
-            f" Python starts by {method}: open files and connections in __getitem__, define"
+            f"{_name_set(loader.dataset)} cannot be sent to a loader worker ({describe(error)}),"
+            f" which Python starts by {method}: open files and connections in __getitem__, define"
             " functions and classes in a module, or pass --num-workers 0"
         ) from None
 
 
-def _name_set(loader: Any) -> str:
-    dataset = loader.dataset
+def _name_set(dataset: Any) -> str:
     dataset = dataset.dataset if isinstance(dataset, SampleSet) else dataset
     return f"the data set {type(dataset).__name__}"
 
 
 def _describe_wait(loader: Any, seconds: float) -> str:
     workers = [str(worker.pid) for worker in multiprocessing.active_children()]
+    who, name = f"rank {distributed.rank()}", _name_set(loader.dataset)
     return (
-        f"rank {distributed.rank()} has waited {seconds:.0f} s for a batch of {_name_set(loader)}:"
+        f"{who} has waited {seconds:.0f} s for a batch of {name}:"
         " usually a disk hangs, or a worker waits for a lock, a pool or a connection that was made"
         " before it was forked (make these in the worker). This shows where it is: py-spy dump"
         f" --pid {workers[0] if workers else os.getpid()}"
@@ -286,17 +327,32 @@ def _describe_wait(loader: Any, seconds: float) -> str:
 def fingerprint(dataset: ImageSet | SampleSet) -> str:
     """Return a text that is equal on two ranks if they have the same data.
 
-    It covers length, shapes, dtypes, labels, and some images in their order. Images whose second
-    look differs are left out, since then the data set has a generator of its own.
+    It covers length, shapes, dtypes, labels, and some samples in their order. What differs at a
+    second look is left out, since then the data set has a generator of its own.
     """
     indices = range(0, len(dataset), max(1, len(dataset) // COMPARED_SAMPLES))
-    images, labels = read_batch(dataset, indices)
-    is_repeatable = torch.equal(images, read_batch(dataset, indices)[0])
-    text = f"{len(dataset)} samples"
-    # All labels, if they are in memory.
-    for part in (images, getattr(dataset, "labels", labels)):
-        text += f", {str(part.dtype).removeprefix('torch.')} {list(part.shape[1:])}"
-        if part is not images or is_repeatable:
+    parts, again = (_parts(read_batch(dataset, indices)) for _ in range(2))
+    if isinstance(dataset, ImageSet):
+        parts[1] = again[1] = dataset.labels  # all of them, since they are in memory
+    texts = [f"{len(dataset)} samples"]
+    for part, second in zip(parts, again, strict=True):
+        if not isinstance(part, Tensor):
+            is_plain = isinstance(part, str | bytes | int | float) and part == second
+            texts.append(repr(part) if is_plain else type(part).__name__)
+            continue
+        texts.append(str(part.dtype).removeprefix("torch."))
+        if part.shape == second.shape:
+            texts[-1] += f" {list(part.shape[1:])}"
+        if torch.equal(part, second):
             content = part.cpu().contiguous().flatten().view(torch.uint8).numpy().data
-            text += f", checksum {zlib.crc32(content):08x}"
-    return text
+            texts.append(f"checksum {zlib.crc32(content):08x}")
+    return ", ".join(texts)
+
+
+def _parts(batch: Any) -> list[Any]:
+    """Return what the dicts, lists and tuples of a batch hold, in one list."""
+    if isinstance(batch, Mapping):
+        batch = [*batch.keys(), *batch.values()]
+    if isinstance(batch, list | tuple):
+        return [part for each in batch for part in _parts(each)]
+    return [batch]
