@@ -71,7 +71,7 @@ def train(args: argparse.Namespace) -> int:
     # DDP: each rank takes an unpadded share of the test set, so every sample counts exactly once.
     share = range(rank, len(test_set), world_size)
     test_loader = DataLoader(test_set, args.eval_batch_size, sampler=share, **options)
-    transform = data.Transform(device, args.dataset, args.augment)
+    transform = data.Transform(device, train_set, args.augment)
 
     raw_model = models.build_model(args.model, args.init_weights).to(device)
     if args.compile:

@@ -43,7 +43,7 @@ def train(args: argparse.Namespace) -> int:
     # DP: the loader packs one batch for all devices, and each forward splits it.
     train_loader = DataLoader(train_set, args.batch_size * len(devices), sampler=sampler, **options)
     test_loader = DataLoader(test_set, args.eval_batch_size, **options)
-    transform = data.Transform(device, args.dataset, args.augment)
+    transform = data.Transform(device, train_set, args.augment)
 
     raw_model = models.build_model(args.model, args.init_weights).to(device)
     if args.compile:

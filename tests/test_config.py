@@ -10,7 +10,8 @@ from utils.training import config
 
 # technique, flags, a part of the message: each answer of the parser once
 BAD = """
-single | --dataset cifar              | invalid choice: 'cifar'
+single | --dataset cifar              | synthetic (in utils/datasets/sources.py)
+single | --model my_network:          | callable in it, such as my_network:MyNetwork
 single | --num-workers -1             | '-1' is not a whole number
 single | --model                      | expected one argument
 single | --epochs 0                   | '0' is not a number

@@ -119,7 +119,7 @@ def _check_fits(model: nn.Module, transform: data.Transform, dataset: Any) -> No
         form = list(images.shape[1:]) if isinstance(images, Tensor) else type(images).__name__
         raise DataError(
             f"--model cannot take the images of --dataset, {form} ({describe(error)}): choose"
-            " another --model, or change its layers (or mean and std in SOURCES)"
+            " another --model, or change its layers (or mean and std of --dataset)"
         ) from None
     if isinstance(targets, Tensor):
         _check_loss(outputs, targets, getattr(dataset, "labels", targets))
