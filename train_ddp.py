@@ -160,8 +160,9 @@ def train(args: argparse.Namespace) -> int:
 
 def main() -> int:
     """Parse the command line, train, and return the exit status."""
-    args = config.parse_args(__file__, __doc__)
-    # DDP: `launch` finds out how this process was started, meets the others, and calls `train`.
+    # DDP: there are more flags. `launch` finds out how this process was started, meets the others,
+    # and calls `train`.
+    args = config.parse_args("ddp", __doc__)
     return launch(train, args)
 
 

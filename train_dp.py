@@ -104,7 +104,8 @@ def train(args: argparse.Namespace) -> int:
 
 def main() -> int:
     """Parse the command line, train, and return the exit status."""
-    args = config.parse_args(__file__, __doc__)
+    # DP: with the flags --replicas and --output-device.
+    args = config.parse_args("dp", __doc__)
     return guard(train, args)
 
 

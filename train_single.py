@@ -87,7 +87,7 @@ def train(args: argparse.Namespace) -> int:
 
 def main() -> int:
     """Parse the command line, train, and return the exit status."""
-    args = config.parse_args(__file__, __doc__)
+    args = config.parse_args("single", __doc__)
     return guard(train, args)
 
 

@@ -37,7 +37,7 @@ ROWS = [tuple(cell.strip() for cell in line.split("|")) for line in BAD.strip().
 def test_bad_flags_are_one_line_and_status_2(technique, flags, message, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", [f"train_{technique}.py"])
     with pytest.raises(SystemExit) as caught:
-        config.parse_args(f"train_{technique}.py", None, shlex.split(flags))
+        config.parse_args(technique, None, shlex.split(flags))
     assert caught.value.code == 2
     printed = capsys.readouterr()
     assert printed.out == ""

@@ -193,3 +193,20 @@ def test_ranks_with_another_source_of_ones_own_model_are_found(own_folder):
     words = torchrun(2, "train_ddp.py", *OWN, "--model", "my_network:build")
     told = run(*words, cwd=own_folder).stderr
     assert "rank 1 has the class MyNetwork with the hash: " in told
+
+
+@pytest.mark.parametrize(
+    "where", ["in the project", pytest.param("elsewhere", marks=pytest.mark.slow)]
+)
+def test_a_copy_of_a_script_runs_under_another_name(where, short_dir, own_folder, tmp_path):
+    folder = copy_project(tmp_path / "clone") if where == "in the project" else own_folder
+    (folder / "train_birds.py").write_text((ROOT / "train_ddp.py").read_text())
+    words = ["--dataset", "synthetic", "--data-dir", short_dir, "--model", "linear"]
+    words += ["--max-steps", 3, "--threads", 1, "--no-progress", "--run-dir", "here"]
+    words = [*STANDALONE, 2, "train_birds.py", *words]
+    path = {} if where == "in the project" else {"PYTHONPATH": str(ROOT)}
+    succeed(run(*words, cwd=folder, **path))
+    found = summary(folder / "here")
+    assert (found["script"], found["technique"]) == ("train_birds.py", "ddp")
+    again = succeed(run(*words, "--resume", cwd=folder, **path))
+    assert "nothing to resume" in again.stdout

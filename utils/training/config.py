@@ -4,7 +4,6 @@ import argparse
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NoReturn
 
 import models
@@ -63,7 +62,7 @@ SECONDS = number(float, low=SMALL, high=1e7)
 
 
 def build_parser(technique: str, description: str | None) -> argparse.ArgumentParser:
-    """Build the parser of ``train_<technique>.py``: the common flags and that script's own."""
+    """Build the parser of a script: the common flags, and those of its technique."""
     parser = OneLineParser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -132,20 +131,19 @@ def build_parser(technique: str, description: str | None) -> argparse.ArgumentPa
 
 
 def parse_args(
-    script: str, description: str | None, argv: list[str] | None = None
+    technique: str, description: str | None, argv: list[str] | None = None
 ) -> argparse.Namespace:
     """Parse and check the command line. On an error print one line and exit with status 2.
 
     Stop signals are noted from here on, and output that nobody reads does not end the script.
 
     Args:
-        script: the file ``train_<technique>.py``.
-        description: its docstring.
+        technique: ``single``, ``dp`` or ``ddp``. It decides which flags there are.
+        description: the docstring of the script.
         argv: the arguments, or None for those of this process.
     """
     output.protect()
     signals.install_handlers()
-    technique = Path(script).stem.removeprefix("train_")
     parser = build_parser(technique, description)
     args = parser.parse_args(argv)
     args.technique = technique
