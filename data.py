@@ -14,8 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DistributedSampler, TensorDataset
 
+from utils import callables
 from utils.datasets import idx
-from utils.datasets.loader import ImageSet, SampleSet, loader_options, place, to_device
+from utils.datasets.loader import (
+    ImageSet,
+    SampleSet,
+    attribute_of,
+    loader_options,
+    place,
+    to_device,
+)
 from utils.datasets.prepare import prepare
 from utils.datasets.sources import RAW_FILES, SOURCES
 from utils.errors import UsageError
@@ -36,22 +44,28 @@ __all__ = [
 def load_dataset(name: str, data_dir: str) -> tuple[Any, Any]:
     """Load the training set and the test set, and prepare them if no process has yet.
 
-    Your own may be any two map-style data sets of PyTorch, the same in every process.
+    Your own may be any two map-style data sets of PyTorch, the same in every process. Where they
+    have images as bytes, attributes ``mean`` and ``std`` of the training set normalise them.
 
     All processes of a job may call it at once, on a local disk or on a shared one. The process that
     takes the file lock prepares the data, and the others wait. No process group is needed.
 
     Args:
-        name: a key of ``SOURCES``.
+        name: a key of ``SOURCES``, or ``module:callable``, such as ``my_data:load``. The callable
+            gets ``data_dir``, and its module is looked for in the current folder, too.
         data_dir: folder in torchvision's layout (``MNIST/raw/...``).
 
     Raises:
         DataError: the data is missing or damaged.
+        UsageError: there is no such callable.
         Stopped: a stop signal came while this process waited.
     """
-    folder = prepare(name, data_dir)
+    if callables.is_own(name):
+        return callables.call("--dataset", name, data_dir)
+    folder, source = prepare(name, data_dir), SOURCES[name]
     images, labels, test_images, test_labels = (idx.read(folder / name) for name in RAW_FILES)
-    return ImageSet(images, labels.long()), ImageSet(test_images, test_labels.long())
+    train_set = ImageSet(images, labels.long(), source.mean, source.std)
+    return train_set, ImageSet(test_images, test_labels.long(), source.mean, source.std)
 
 
 def load(
@@ -140,17 +154,20 @@ class Transform:
 
     Args:
         device: where the model computes.
-        dataset: a key of ``SOURCES``, for mean and standard deviation.
+        dataset: the training set. Its ``mean`` and ``std`` are those of its pixels, scaled to 0..1:
+            a number each, or one for each channel. A set without them has 0 and 1. An entry of
+            ``SOURCES`` has them, too.
         augment: whether to shift training images, by up to ``SHIFT`` pixels each way.
     """
 
     SHIFT = 1
 
-    def __init__(self, device: torch.device, dataset: str, augment: bool = False) -> None:
+    def __init__(self, device: torch.device, dataset: Any, augment: bool = False) -> None:
         self.device = device
         # The default dtype rather than float32, so that a test can compare runs in float64.
         options: Any = {"dtype": torch.get_default_dtype(), "device": device}
-        mean, std = (torch.tensor(value, **options) for value in SOURCES[dataset][1:3])
+        mean = torch.as_tensor(attribute_of(dataset, "mean", 0.0), **options)
+        std = torch.as_tensor(attribute_of(dataset, "std", 1.0), **options)
         self.offset, self.scale = -mean / std, 1 / (std * 255)  # [] or [C]
         self.grey_scale = None if self.scale.ndim else float(self.scale)
         self.augment = augment
@@ -210,7 +227,7 @@ def load_tensors(name: str, data_dir: str) -> tuple[TensorDataset, TensorDataset
     Returns:
         Two sets of samples (image, label): float [C, H, W] with mean 0 and variance 1, int64 [].
     """
-    transform = Transform(torch.device("cpu"), name)
     sets = load_dataset(name, data_dir)
+    transform = Transform(torch.device("cpu"), sets[0])
     train_set, test_set = (TensorDataset(*transform((each.images, each.labels))) for each in sets)
     return train_set, test_set

@@ -1,7 +1,7 @@
 """The networks, which take images [B, 1, 28, 28] and return logits [B, 10], and the loss.
 
-To train your own, import it here and add a line to ``MODELS``. For another task than
-classification, change ``loss_and_counts``.
+To train your own, write it into another file, and name it: ``--model my_network:MyNetwork``. For
+another task than classification, change ``loss_and_counts``.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from utils import callables
 from utils.errors import UsageError, describe
 from utils.weights import load_weights
 
@@ -98,16 +99,23 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def build_model(name: str, init_weights: str | None = None) -> nn.Module:
-    """Build the model that ``MODELS`` has under ``name``.
+    """Build the model that ``MODELS`` has under ``name``, or one of your own.
 
     Args:
+        name: a key of ``MODELS``, or ``module:callable``, such as ``my_network:MyNetwork``. The
+            callable takes no arguments, and its module is looked for in the current folder, too.
         init_weights: a file of weights to begin with. Without one they come from the seed.
 
     Raises:
-        UsageError: a package that the model needs cannot be imported.
+        UsageError: a package that the model needs cannot be imported, or there is no such callable.
         CheckpointError: the file cannot be read, or nothing in it fits.
     """
-    model = MODELS[name]()
+    if callables.is_own(name):
+        model = callables.call("--model", name)
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"--model {name} gave {type(model).__name__}, not an nn.Module")
+    else:
+        model = MODELS[name]()
     if init_weights:
         load_weights(model, init_weights)
     # In this order of memory convolutions are a fifth faster on a CPU, and more with tensor cores.

@@ -71,7 +71,7 @@ def train(args: argparse.Namespace) -> int:
     # DDP: each rank takes an unpadded share of the test set, so every sample counts exactly once.
     share = range(rank, len(test_set), world_size)
     test_loader = DataLoader(test_set, args.eval_batch_size, sampler=share, **options)
-    transform = data.Transform(device, args.dataset, args.augment)
+    transform = data.Transform(device, train_set, args.augment)
 
     raw_model = models.build_model(args.model, args.init_weights).to(device)
     if args.compile:
@@ -160,8 +160,9 @@ def train(args: argparse.Namespace) -> int:
 
 def main() -> int:
     """Parse the command line, train, and return the exit status."""
-    args = config.parse_args(__file__, __doc__)
-    # DDP: `launch` finds out how this process was started, meets the others, and calls `train`.
+    # DDP: there are more flags. `launch` finds out how this process was started, meets the others,
+    # and calls `train`.
+    args = config.parse_args("ddp", __doc__)
     return launch(train, args)
 
 

@@ -43,7 +43,7 @@ def train(args: argparse.Namespace) -> int:
     # DP: the loader packs one batch for all devices, and each forward splits it.
     train_loader = DataLoader(train_set, args.batch_size * len(devices), sampler=sampler, **options)
     test_loader = DataLoader(test_set, args.eval_batch_size, **options)
-    transform = data.Transform(device, args.dataset, args.augment)
+    transform = data.Transform(device, train_set, args.augment)
 
     raw_model = models.build_model(args.model, args.init_weights).to(device)
     if args.compile:
@@ -104,7 +104,8 @@ def train(args: argparse.Namespace) -> int:
 
 def main() -> int:
     """Parse the command line, train, and return the exit status."""
-    args = config.parse_args(__file__, __doc__)
+    # DP: with the flags --replicas and --output-device.
+    args = config.parse_args("dp", __doc__)
     return guard(train, args)
 
 

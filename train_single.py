@@ -37,7 +37,7 @@ def train(args: argparse.Namespace) -> int:
     options = data.loader_options(test_set, args.num_workers, device)
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, **options)
     test_loader = DataLoader(test_set, args.eval_batch_size, **options)
-    transform = data.Transform(device, args.dataset, args.augment)
+    transform = data.Transform(device, train_set, args.augment)
 
     raw_model = models.build_model(args.model, args.init_weights).to(device)
     if args.compile:
@@ -87,7 +87,7 @@ def train(args: argparse.Namespace) -> int:
 
 def main() -> int:
     """Parse the command line, train, and return the exit status."""
-    args = config.parse_args(__file__, __doc__)
+    args = config.parse_args("single", __doc__)
     return guard(train, args)
 
 

@@ -10,7 +10,8 @@ from utils.training import config
 
 # technique, flags, a part of the message: each answer of the parser once
 BAD = """
-single | --dataset cifar              | invalid choice: 'cifar'
+single | --dataset cifar              | synthetic (in utils/datasets/sources.py)
+single | --model my_network:          | callable in it, such as my_network:MyNetwork
 single | --num-workers -1             | '-1' is not a whole number
 single | --model                      | expected one argument
 single | --epochs 0                   | '0' is not a number
@@ -36,7 +37,7 @@ ROWS = [tuple(cell.strip() for cell in line.split("|")) for line in BAD.strip().
 def test_bad_flags_are_one_line_and_status_2(technique, flags, message, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", [f"train_{technique}.py"])
     with pytest.raises(SystemExit) as caught:
-        config.parse_args(f"train_{technique}.py", None, shlex.split(flags))
+        config.parse_args(technique, None, shlex.split(flags))
     assert caught.value.code == 2
     printed = capsys.readouterr()
     assert printed.out == ""

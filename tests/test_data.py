@@ -397,15 +397,17 @@ def test_random_transforms_are_the_same_with_any_ranks_and_workers():
         assert not drawn(1, 0, **other).items() & whole.items()
 
 
-def test_transform_normalises_each_channel(monkeypatch):
+def test_transform_normalises_each_channel():
     mean, std = (0.5, 0.25, 0.1), (0.2, 0.3, 0.4)
     images, labels = torch.randint(256, (8, 3, 32, 40), dtype=torch.uint8), torch.rand(8)
-    monkeypatch.setitem(sources.SOURCES, "mine", sources.Source("Mine", mean, std))
-    transform = data.Transform(CPU, "mine", augment=True)
-    pixels, targets = transform((images, labels))
-    for channel in range(3):
-        expected = (images[:, channel] / 255 - mean[channel]) / std[channel]
-        torch.testing.assert_close(pixels[:, channel], expected)
+    own = data.ImageSet(images, labels)
+    own.mean, own.std = mean, std
+    for dataset in loader.place([Subset(own, range(4)), own], CPU, None):
+        transform = data.Transform(CPU, dataset, augment=True)
+        pixels, targets = transform((images, labels))
+        for channel in range(3):
+            expected = (images[:, channel] / 255 - mean[channel]) / std[channel]
+            torch.testing.assert_close(pixels[:, channel], expected)
     assert torch.equal(targets, labels), "the numbers of a regression"
     assert not torch.equal(transform((images, labels), train=True)[0], pixels), "no shift"
     already, numbers = transform((pixels, labels.double()), train=True)
@@ -472,12 +474,12 @@ def try_first(model, train_set, test_set, transform=None):
         DataLoader(test_set, 2, collate_fn=loader.collate),
     ]
     autocast = torch.autocast("cpu", enabled=False)
-    first_pass(model, *loaders, transform or data.Transform(CPU, "mnist"), autocast)
+    first_pass(model, *loaders, transform or data.Transform(CPU, data.SOURCES["mnist"]), autocast)
 
 
 @pytest.mark.parametrize(("model", "sets", "words"), OWN)
 def test_what_does_not_fit_is_one_line_before_the_first_step(model, sets, words):
-    transform = data.Transform(CPU, "mnist")
+    transform = data.Transform(CPU, data.SOURCES["mnist"])
     with pytest.raises(UserError, match=words):
         try_first(model or nn.Linear(4, 4), *loader.place(sets, CPU, None), transform)
 

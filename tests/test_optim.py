@@ -82,7 +82,7 @@ def test_evaluation_sums_exactly_and_leaves_the_model_as_it_is():
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     images = torch.randint(256, (40, 28, 28), dtype=torch.uint8)
     labels = torch.randint(10, (40,))
-    transform, results = data.Transform(CPU, "mnist"), []
+    transform, results = data.Transform(CPU, data.SOURCES["mnist"]), []
     for size in (1, 7, 40):
         batches = zip(images.split(size), labels.split(size), strict=True)
         found = evaluate(model, batches, transform, torch.autocast("cpu", enabled=False))

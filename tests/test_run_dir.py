@@ -134,7 +134,7 @@ def test_without_a_folder_the_latest_run_is_found(tmp_path, monkeypatch):
     for foreign in ("", "[]", '{"state": 7}'):
         (tmp_path / "runs" / f"of others {foreign}").mkdir(parents=True)
         (tmp_path / "runs" / f"of others {foreign}" / "status.json").write_text(foreign)
-    with pytest.raises(UsageError, match=r"no run of train_single\.py below runs/"):
+    with pytest.raises(UsageError, match=r"no single run below runs/"):
         open_any(resume=True)
     for age, (name, technique) in enumerate({"b": "single", "a": "dp", "c": "single"}.items()):
         write_status(Path("runs") / name, technique=technique)

@@ -32,7 +32,6 @@ import torch
 import trial
 
 import data
-import models
 from utils.device import select_devices, usable_cores
 from utils.errors import UsageError
 from utils.files import write_json
@@ -97,7 +96,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = trial.build_parser("benchmark.py", __doc__)
     add, sizes = parser.add_argument, list_of(config.SIZE)
     add("--quick", action="store_true", help="one round of one batch size")
-    add("--models", type=list_of(str, [*models.MODELS]), default=["convnet"], help="convnet")
+    add("--models", type=list_of(config.MODEL), default=["convnet"], help="convnet")
     add("--global-batch-sizes", type=sizes, default=[128, 512], help="strong scaling: 128,512")
     add("--batch-sizes", type=sizes, default=[256], help="weak scaling, per device: 256")
     add("--counts", type=sizes, help="numbers of devices for DP and DDP, such as 2,4,8")
@@ -107,7 +106,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--seconds", type=config.POSITIVE, default=3.0, help="seconds to time in a run")
     add("--time-limit", type=config.POSITIVE, default=300.0, help="seconds for a run")
     add("--device", choices=["auto", "cpu", "cuda", "xpu"], default="auto")
-    add("--dataset", choices=list(data.SOURCES), default="mnist")
+    add("--dataset", type=config.DATASET, default="mnist")
     add("--data-dir", type=config.PATH, default="data")
     add("--output", type=config.PATH, help="folder (default: a new one below runs/)")
     end = argv.index("--") if "--" in argv else len(argv)

@@ -253,7 +253,7 @@ def run(args: argparse.Namespace) -> int:
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = trial.build_parser("scaling.py", __doc__)
     add = parser.add_argument
-    add("--model", choices=list(models.MODELS), default="convnet")
+    add("--model", type=config.MODEL, default="convnet")
     add("--batch-size", type=config.SIZE, default=REFERENCE_BATCH, help="per device")
     add("--threads", type=config.SIZE, default=1, help="CPU threads of a device")
     add("--device", choices=["auto", "cpu"], default="auto")

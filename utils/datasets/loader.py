@@ -48,15 +48,17 @@ class ImageSet(TensorDataset):
 
     Args:
         images, labels: tensors, or what ``torch.as_tensor`` takes, of one length.
+        mean, std: of the training pixels, scaled to 0..1: a number, or one for each channel.
     """
 
-    def __init__(self, images: Any, labels: Any) -> None:
+    def __init__(self, images: Any, labels: Any, mean: Any = 0.0, std: Any = 1.0) -> None:
         super().__init__(torch.as_tensor(images), torch.as_tensor(labels))
         self.images, self.labels = self.tensors
+        self.mean, self.std = mean, std
 
     def to(self, device: torch.device) -> "ImageSet":
         """Return the whole set on ``device``."""
-        return ImageSet(self.images.to(device), self.labels.to(device))
+        return ImageSet(self.images.to(device), self.labels.to(device), self.mean, self.std)
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         # From pinned memory a GPU fetches the index by itself, and the host need not wait for it.
@@ -76,7 +78,7 @@ class SampleSet(Dataset):
 
     def __init__(self, dataset: Any) -> None:
         self.dataset, self.seed = dataset, torch.initial_seed()
-        self.collate = _find_collate(dataset)
+        self.collate = attribute_of(dataset, "collate_fn", _collate)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -107,11 +109,11 @@ class SampleSet(Dataset):
         return batch
 
 
-def _find_collate(dataset: Any) -> Callable[[list[Any]], Any]:
-    """Return a data set's ``collate_fn``, also through a ``Subset`` of it, or PyTorch's own."""
-    while not hasattr(dataset, "collate_fn") and hasattr(dataset, "dataset"):
+def attribute_of(dataset: Any, name: str, default: Any) -> Any:
+    """Return what a data set calls ``name``, also through a ``Subset`` of it, or the default."""
+    while not hasattr(dataset, name) and hasattr(dataset, "dataset"):
         dataset = dataset.dataset
-    return getattr(dataset, "collate_fn", _collate)
+    return getattr(dataset, name, default)
 
 
 def _collate(samples: list[Any]) -> Any:
@@ -139,8 +141,8 @@ def place(sets: Any, device: torch.device, on_device: bool | None) -> list[Any]:
     both = list(sets) if isinstance(sets, tuple | list) else [sets]
     if [_is_map_style(each) for each in both] != [True, True]:
         raise DataError(
-            f"load_dataset in data.py returned {', '.join(type(x).__name__ for x in both)}: return"
-            " two map-style Datasets (docs/recipes.md shows how to train an IterableDataset)"
+            f"--dataset returned {', '.join(type(x).__name__ for x in both)}: return two map-style"
+            " Datasets (docs/recipes.md shows how to train an IterableDataset)"
         )
     if not all(map(len, both)):
         raise DataError("the training set or the test set is empty")

@@ -4,17 +4,18 @@ import argparse
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NoReturn
 
 import models
 from data import SOURCES
-from utils import errors, output, signals
+from utils import callables, errors, output, signals
 from utils.optim import REFERENCE_BATCH, RULES
 
 PATH = os.path.expanduser  # a shell leaves the ~ of --run-dir=~/x
 SMALL = 1e-12  # in place of 0, which makes no sense
 LARGE = 2**53  # beyond which a float does not hold every whole number
+MODEL = callables.name_in(models.MODELS, "models.py", "my_network:MyNetwork")
+DATASET = callables.name_in(SOURCES, "utils/datasets/sources.py", "my_data:load")
 # Flags that may differ between hosts: hardware, folders, places, and what rank 0 alone reads.
 OF_ONE_HOST = """device devices threads num_workers data_on_device data_dir run_dir resume progress
 tensorboard log_every local_rank nprocs"""
@@ -61,14 +62,15 @@ SECONDS = number(float, low=SMALL, high=1e7)
 
 
 def build_parser(technique: str, description: str | None) -> argparse.ArgumentParser:
-    """Build the parser of ``train_<technique>.py``: the common flags and that script's own."""
+    """Build the parser of a script: the common flags, and those of its technique."""
     parser = OneLineParser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # --local-rank must not be taken for --local-ra..., nor typos guessed
     )
     add = parser.add_argument_group("data").add_argument
-    add("--dataset", choices=list(SOURCES), default="mnist")
+    names = f"{', '.join(SOURCES)}, or your own, such as my_data:load (default: mnist)"
+    add("--dataset", type=DATASET, default="mnist", metavar="NAME", help=names)
     add("--data-dir", type=PATH, default="data", help="in torchvision's layout (MNIST/raw)")
     add("--num-workers", type=COUNT, default=0, help="loader workers of each process")
     add("--augment", action=argparse.BooleanOptionalAction, default=True, help="random shift")
@@ -77,7 +79,8 @@ def build_parser(technique: str, description: str | None) -> argparse.ArgumentPa
     add("--eval-batch-size", type=SIZE, default=500, help="of an evaluation, per device")
 
     add = parser.add_argument_group("training").add_argument
-    add("--model", choices=list(models.MODELS), default="convnet")
+    names = f"{', '.join(models.MODELS)}, or your own, such as my_network:MyNetwork"
+    add("--model", type=MODEL, default="convnet", metavar="NAME", help=names)
     add("--epochs", type=POSITIVE, default=1, help="length of the run, 0.5 is half an epoch")
     add("--max-steps", type=SIZE, help="end after this many optimizer steps")
     add("--batch-size", type=SIZE, default=REFERENCE_BATCH, help="per device and micro-step")
@@ -128,20 +131,19 @@ def build_parser(technique: str, description: str | None) -> argparse.ArgumentPa
 
 
 def parse_args(
-    script: str, description: str | None, argv: list[str] | None = None
+    technique: str, description: str | None, argv: list[str] | None = None
 ) -> argparse.Namespace:
     """Parse and check the command line. On an error print one line and exit with status 2.
 
     Stop signals are noted from here on, and output that nobody reads does not end the script.
 
     Args:
-        script: the file ``train_<technique>.py``.
-        description: its docstring.
+        technique: ``single``, ``dp`` or ``ddp``. It decides which flags there are.
+        description: the docstring of the script.
         argv: the arguments, or None for those of this process.
     """
     output.protect()
     signals.install_handlers()
-    technique = Path(script).stem.removeprefix("train_")
     parser = build_parser(technique, description)
     args = parser.parse_args(argv)
     args.technique = technique

@@ -1,6 +1,6 @@
 """Evaluate a model on this process's share of the test set."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,15 +15,20 @@ from utils.metrics import Metrics
 
 @torch.no_grad()
 def evaluate(
-    raw_model: nn.Module, loader: Iterable[Any], transform: data.Transform, autocast: torch.autocast
+    raw_model: nn.Module,
+    loader: Iterable[Any],
+    transform: data.Transform,
+    autocast: torch.autocast,
+    loss_and_counts: Callable[..., Any] | None = None,
 ) -> Metrics:
-    """Return the sums of what ``models.loss_and_counts`` counts over the loader's samples.
+    """Return the sums of what ``models.loss_and_counts``, or yours, counts of the samples.
 
     The model is the unwrapped one, because a forward of DDP may be a collective. Each rank may have
     a different number of batches, or none. A stop signal ends the evaluation on the rank that got
     it, and the sums say so: once they are added up, every rank knows.
     """
     raw_model.eval()
+    loss_and_counts = loss_and_counts or models.loss_and_counts
     metrics = Metrics(transform.device)
     for batch in batches(loader):
         if signals.received():
@@ -31,5 +36,5 @@ def evaluate(
             break
         inputs, targets = transform(batch)
         with autocast:
-            metrics.update(*models.loss_and_counts(raw_model(inputs), targets))
+            metrics.update(*loss_and_counts(raw_model(inputs), targets))
     return metrics

@@ -6,7 +6,7 @@ It finds what would fail late or not at all, and does what would make the first 
 import inspect
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -35,6 +35,7 @@ def first_pass(
     test_loader: DataLoader,
     transform: data.Transform,
     autocast: torch.autocast,
+    loss_and_counts: Callable[..., Any] | None = None,
 ) -> None:
     """Check that model, data and loss fit, and run a forward and a backward. Collective.
 
@@ -54,12 +55,14 @@ def first_pass(
         model: on the device of ``transform``, wrapped or not.
         train_loader, test_loader: of the data sets that ``data.load`` returns.
         autocast: of the training, since a compiled model would compile again for another dtype.
+        loss_and_counts: yours, or that of ``models``.
 
     Raises:
         DataError: the model, or the mean of the data, does not fit the images, or the loss does not
             fit what the model returns.
         UsageError: this rank has other data or another model than rank 0, or nothing is trained.
     """
+    loss_and_counts = loss_and_counts or models.loss_and_counts
     raw_model: nn.Module = model
     if isinstance(model, DataParallel | DistributedDataParallel):
         raw_model = model.module
@@ -71,7 +74,7 @@ def first_pass(
     for name, dataset in sets.items():
         if not len(dataset):
             raise DataError(f"the {name} set of --dataset is empty")
-        _check_fits(raw_model, transform, dataset)
+        _check_fits(raw_model, transform, dataset, loss_and_counts)
     model.train()
     _note_frozen_statistics(raw_model)
 
@@ -82,7 +85,7 @@ def first_pass(
         batch = read_batch(dataset, range(min(len(dataset), train_loader.batch_size or 1)))
         inputs, targets = transform(batch, train=True)
         with autocast:
-            loss, _ = models.loss_and_counts(model(inputs), targets)
+            loss, _ = loss_and_counts(model(inputs), targets)
         loss.backward()
     model.zero_grad()
     for buffer, before in zip(model.buffers(), buffers, strict=True):
@@ -105,7 +108,12 @@ def _kept_generators(device: torch.device) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _check_fits(model: nn.Module, transform: data.Transform, dataset: Any) -> None:
+def _check_fits(
+    model: nn.Module,
+    transform: data.Transform,
+    dataset: Any,
+    loss_and_counts: Callable[..., Any],
+) -> None:
     """Try the model and the loss on two samples, where it leaves no trace."""
     model.eval()  # so that the images leave none in running statistics
     batch = read_batch(dataset, sorted({0, len(dataset) - 1}))
@@ -119,13 +127,15 @@ def _check_fits(model: nn.Module, transform: data.Transform, dataset: Any) -> No
         form = list(images.shape[1:]) if isinstance(images, Tensor) else type(images).__name__
         raise DataError(
             f"--model cannot take the images of --dataset, {form} ({describe(error)}): choose"
-            " another --model, or change its layers (or mean and std in SOURCES)"
+            " another --model, or change its layers (or mean and std of --dataset)"
         ) from None
     if isinstance(targets, Tensor):
-        _check_loss(outputs, targets, getattr(dataset, "labels", targets))
+        _check_loss(outputs, targets, getattr(dataset, "labels", targets), loss_and_counts)
 
 
-def _check_loss(outputs: Any, targets: Tensor, labels: Tensor) -> None:
+def _check_loss(
+    outputs: Any, targets: Tensor, labels: Tensor, loss_and_counts: Callable[..., Any]
+) -> None:
     """Try the loss on the outputs for some images, whose shape and classes it may not compare."""
     problem, is_tensor = "", isinstance(outputs, Tensor)
     kind = list(outputs.shape) if is_tensor else type(outputs).__name__
@@ -138,9 +148,9 @@ def _check_loss(outputs: Any, targets: Tensor, labels: Tensor) -> None:
             problem = f"--dataset has the class {int(outside[0])}, and --model {kind[1]} logits"
     try:
         if not problem:
-            models.loss_and_counts(outputs, targets)
+            loss_and_counts(outputs, targets)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        problem = f"loss_and_counts in models.py fails with {kind} of --model ({describe(error)})"
+        problem = f"loss_and_counts fails with {kind} of --model ({describe(error)})"
     if problem:
         raise DataError(f"{problem}: change one of them")
 

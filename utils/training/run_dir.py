@@ -117,7 +117,7 @@ def _find(resume: bool, launch: dict[str, Any], flags: dict[str, Any]) -> Path:
         if is_latest or _goes_on(folder, launch, flags):
             return folder
     if resume:
-        raise UsageError(f"--resume: no run of train_{technique}.py below {ROOT}/; pass --run-dir")
+        raise UsageError(f"--resume: no {technique} run below {ROOT}/; pass --run-dir")
     new = ROOT / f"{technique}-{time.strftime('%Y%m%d-%H%M%S')}"
     with suppress(FileExistsError):
         new.mkdir(parents=True)

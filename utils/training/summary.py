@@ -1,6 +1,8 @@
 """What summary.json says of a run."""
 
 import argparse
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ def collect_facts(
     """Return what is known before the first step. Its arguments are those of ``Run``."""
     batch = progress.global_batch_size
     return {
-        "script": f"train_{args.technique}.py",
+        "script": Path(sys.argv[0]).name,
         **{name: getattr(args, name) for name in RECORDED},
         "parameters": sum(p.numel() for p in model.parameters()),
         "world_size": distributed.world_size(),
