@@ -61,7 +61,6 @@ def test_fsdp_evaluates_equally_many_batches_on_all_ranks(short_dir, tmp_path):
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.nccl
 def test_fsdp_takes_the_gpus_and_its_file_loads_without_one(short_dir, tmp_path):
     flags = ["--data-dir", short_dir, "--epochs", 2]
     ended = minimal.train("fsdp", 2, tmp_path, *flags)
