@@ -168,9 +168,9 @@ def check_result(run_dir, capsys):
 
 
 SINGLE = {"forward", "Optimizer.step#SGD.step", "aten::_foreach_norm"}
-DP = {"forward", "DataParallel.forward", "DataParallel.scatter"}
+DP = {"DataParallel.forward", "DataParallel.scatter"}
 RANKS = ["--grad-accum-steps", 2, "--bucket-cap-mb", 0.1]
-DDP = {"forward", "DistributedDataParallel.forward", "gloo:all_reduce", "c10d::allreduce_"}
+DDP = {"DistributedDataParallel.forward", "gloo:all_reduce", "c10d::allreduce_"}
 
 
 @pytest.mark.parametrize(
