@@ -359,7 +359,7 @@ def test_inference(kitchen, short_dir):
     image = pytest.importorskip("PIL.Image", reason="needs Pillow")
     pixels, label = data.load_dataset("synthetic", str(short_dir))[1][0]
     image.fromarray(pixels.numpy()).resize((56, 56)).save(kitchen.folder / "picture.png")
-    told = [kitchen.follow("Inference").stdout]
+    told = [kitchen.follow("Inference in a script of its own").stdout]
     saved = last(kitchen.folder / "runs" / "digits")
     average = {f"module.{name}": value for name, value in saved["model"].items()}
     average["n_averaged"] = torch.tensor(3)
