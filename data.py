@@ -107,7 +107,7 @@ class EpochSampler(DistributedSampler):
             as its weight says, as by ``WeightedRandomSampler``.
 
     Raises:
-        UsageError: another number of weights.
+        UsageError: the set has fewer samples than a step takes, or another number of weights.
     """
 
     def __init__(
@@ -120,6 +120,11 @@ class EpochSampler(DistributedSampler):
         weights: Sequence[float] | Tensor | None = None,
     ) -> None:
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, seed=seed)
+        if global_batch_size > len(dataset):
+            raise UsageError(
+                f"a global batch of {global_batch_size} is larger than the training set"
+                f" ({len(dataset)} samples): lower --batch-size or --grad-accum-steps"
+            )
         self.global_batch_size = global_batch_size
         self.start = 0  # samples of the epoch that all replicas together have seen: Run sets it
         self.weights = None if weights is None else torch.as_tensor(weights, dtype=torch.float64)

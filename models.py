@@ -162,5 +162,6 @@ def loss_and_counts(
         outputs, targets, ignore_index=IGNORED, label_smoothing=label_smoothing, reduction="sum"
     )
     loss = total / count.clamp(min=1)
-    correct = outputs.detach().argmax(1) == targets  # never so for an ignored one
+    # No class has the number IGNORED, so such a sample is never correct.
+    correct = outputs.detach().argmax(1) == targets
     return loss, {"count": count, "correct": correct}

@@ -5,6 +5,7 @@ python docs/pictures.py step_timeline.svg        # wants a quiet machine, as the
 python docs/pictures.py sending_gradients.svg    # wants root and iproute2: a link of 1 Gb/s
 python docs/pictures.py memory_of_a_step.svg     # wants two GPUs
 python docs/pictures.py memory.svg
+python docs/pictures.py large_batch.svg          # 144 runs with MNIST: hours on two quiet cores
 python docs/pictures.py faster.svg               # wants root and iproute2: links of 0.03 to 1 Gb/s
 """
 
@@ -347,6 +348,66 @@ def draw_memory_of_a_step(name: str) -> None:
         picture.line(*points, stroke=stroke)
         first, peak = parts[0][0] / 1e6, max(map(max, parts)) / 1e6
         print(f"{words}: {first:.0f} MB between steps, {peak:.0f} MB at most")
+    picture.save(name)
+
+
+# Accuracy by the global batch
+
+
+RULES = {  # for the learning rate: colour, dashes, and flags
+    "capped-linear": (ORANGE, "", []),
+    "linear": (RED, "7 3", ["--max-grad-norm", "0"]),
+    "sqrt": (BLUE, "2 3", ["--max-grad-norm", "0"]),
+    "none": (GREY, "9 3 2 3", ["--max-grad-norm", "0"]),
+}
+BATCHES, EPOCHS, SEEDS = (96, 384, 768, 1536, 3072, 6144), (1, 5), (0, 1, 2)
+
+
+def accuracy_of(rule: str, batch: int, epochs: int, seed: int, extra: list[str]) -> float:
+    """Train once, and return the accuracy on the test set."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["--batch-size", batch, "--epochs", epochs, "--seed", seed, "--lr-scaling", rule]
+        command = [sys.executable, DOCS.parent / "train_single.py", *words, *RULES[rule][2]]
+        command += ["--no-tensorboard", "--no-progress", "--run-dir", f"{folder}/run", *extra]
+        ended = subprocess.run(
+            [*map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        if ended.returncode and "not finite" in ended.stderr:
+            return 0.1  # the rate was too high, and the run ended: as good as a guess
+        if ended.returncode:
+            raise RuntimeError(ended.stderr)
+        return json.loads(Path(folder, "run", "summary.json").read_text())["test_accuracy"]
+
+
+def draw_large_batch(name: str, extra: tuple[str, ...] = ()) -> None:
+    picture = Picture(
+        *(354, "Test accuracy against the global batch, mean of 3 seeds"),
+        "MNIST, train_single.py. All rules but capped-linear with --max-grad-norm 0.",
+    )
+    picture.legend({rule: colour for rule, (colour, *_) in RULES.items()}, 130)
+
+    def place(left: float, batch: int, accuracy: float) -> tuple[float, float]:
+        error = min(1.0, max(0.005, 1 - accuracy))
+        x = left + 340 * math.log(batch / BATCHES[0]) / math.log(BATCHES[-1] / BATCHES[0])
+        return x, 64 + 240 * math.log(error / 0.005) / math.log(1 / 0.005)
+
+    for epochs, left in zip(EPOCHS, (80.0, 510.0), strict=True):
+        title = f"{epochs} epoch{'s' * (epochs > 1)}"
+        picture.text(left + 170, 52, title, "title", "middle")
+        for accuracy in (0.5, 0.9, 0.95, 0.98, 0.99, 0.995):
+            y = place(left, BATCHES[0], accuracy)[1]
+            picture.line((left, y), (left + 340, y), dash="1 3")
+            picture.text(left - 8, y + 4, f"{accuracy:.1%}", "note", "end")
+        for batch in BATCHES:
+            picture.text(place(left, batch, 0)[0], 324, f"{batch:,}", "note", "middle")
+        for rule, (colour, dash, _) in RULES.items():
+            points = []
+            for batch in BATCHES:
+                runs = [accuracy_of(rule, batch, epochs, seed, [*extra]) for seed in SEEDS]
+                points.append(place(left, batch, sum(runs) / len(runs)))
+                print(rule, batch, epochs, *runs, flush=True)
+            picture.line(*points, stroke=colour, dash=dash)
+    picture.text(450, 346, "global batch, images; test accuracy", "note", "middle")
     picture.save(name)
 
 

@@ -75,7 +75,9 @@ missing=$(lacks numpy tqdm tensorboard)
 
 run_dir=runs/gpu-check-$(date +%Y%m%d-%H%M%S)
 report=$run_dir/report.md
-launcher=("$PYTHON" -m torch.distributed.run --standalone --nproc_per_node)
+# torchrun prints a banner if it sets this variable itself. The scripts divide the cores themselves.
+launcher=(env "OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}")
+launcher+=("$PYTHON" -m torch.distributed.run --standalone --nproc_per_node)
 pair=$((gpus > 1 ? 2 : 1))
 classes=(1 0)
 "$PYTHON" -c 'from torch.distributed import ProcessGroupNCCL2' 2>/dev/null || classes=("")
@@ -88,7 +90,7 @@ skip() { note "Skipped: $*" && state="skipped: $*"; }
 
 # show COMMAND...: run a command in the time that is left, on the terminal and into the report.
 show() {
-    local left=$((part_end - SECONDS)) status=0
+    local left=$((part_end - SECONDS)) status=0 line
     if $dry_run; then
         printf '%q ' "$@" && printf '\n' && return
     fi
@@ -99,7 +101,10 @@ show() {
         status=124
     fi
     printf '```\n' >>"$report"
-    ((status == 0)) || state="failed: $*"
+    if ((status != 0)) && [[ $state != failed* ]]; then
+        line=$*
+        state="failed: ${line%%$'\n'*}"
+    fi
     ((status != 124)) || note "This did not end within the ten minutes of its part."
 }
 
@@ -129,7 +134,8 @@ part_doctor() {
 }
 
 part_overlap() {
-    local class chosen run
+    local class chosen run model=resnet18
+    [[ -z $(lacks torchvision) ]] || model=basic # which has two buckets
     if ((gpus == 1)); then
         skip "it takes two GPUs to see when gradients are sent"
         return
@@ -137,10 +143,10 @@ part_overlap() {
     for class in "${classes[@]}"; do
         chosen=(env ${class:+"TORCH_DIST_USE_NCCL2=$class"} "${launcher[@]}" 2)
         # It says when this torch sends, if sending takes long enough.
-        show "${chosen[@]}" scripts/tools/scaling.py --model resnet18 --batch-size 16
+        show "${chosen[@]}" scripts/tools/scaling.py --model $model --batch-size 16
         # The trace sees it over any link: how much of the communication is hidden?
         run=$run_dir/overlap$class
-        show "${chosen[@]}" train_ddp.py "${data[@]}" --no-progress --model resnet18 \
+        show "${chosen[@]}" train_ddp.py "${data[@]}" --no-progress --model $model \
             --batch-size 16 --bucket-cap-mb 5 --max-steps 24 --profile --run-dir "$run"
         show "$PYTHON" scripts/tools/trace.py "$run"
     done
@@ -168,13 +174,14 @@ part_time() {
     for flags in "--epochs 0.5" "--batch-size 768 --epochs 1"; do
         folders=()
         for seed in 0 1 2 3 4; do
-            folders+=("$run_dir/time${flags//[^0-9]/-}-$seed")
+            folders+=("$run_dir/time-${flags//[- ]/}-$seed")
             # shellcheck disable=SC2086 # several flags
             show "$PYTHON" train_single.py "${data[@]}" --devices 0 --no-progress --no-tensorboard \
                 $flags --seed $seed --run-dir "${folders[-1]}"
         done
-        show "$PYTHON" -c 'import json, statistics, sys
-runs = [json.load(open(f"{folder}/summary.json")) for folder in sys.argv[2:]]
+        show "$PYTHON" -c 'import json, os, statistics, sys
+paths = [f"{folder}/summary.json" for folder in sys.argv[2:]]
+runs = [json.load(open(path)) for path in paths if os.path.exists(path)]
 print(f"train_single.py {sys.argv[1]}: mean of {len(runs)} seeds, least to most")
 for name, unit, factor in (("train_seconds", "s", 1), ("test_accuracy", "%", 100)):
     found = [factor * run[name] for run in runs]

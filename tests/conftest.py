@@ -14,6 +14,15 @@ hypothesis.settings.register_profile("repeatable", derandomize=True)
 hypothesis.settings.load_profile("repeatable")
 
 ROOT = Path(__file__).parent.parent
+# Programs that install and start nothing. $GPUS is what torch counts, $INSTALL what pip does.
+PYTHON = """case "$*" in
+    -c*) echo "${GPUS:-0}" ;;
+    -m\\ venv*) mkdir -p "$3/bin" && touch "$3/pyvenv.cfg" && cp "$0" "$3/bin/python" ;;
+    -m\\ pip*) eval "$INSTALL" ;;
+    -\\ *) [ -z "$INSTALL" ] ;;
+    *) echo "ran $*" ;;
+esac"""
+FAKES = {"python3": PYTHON} | dict.fromkeys(("torchrun", "ssh", "srun"), "echo STARTED")
 sys.path.insert(0, str(ROOT))
 sys.path.append(str(ROOT / "scripts" / "tools"))  # where the tools find each other
 
@@ -107,6 +116,32 @@ def short_dir(synthetic_dir, tmp_path_factory):
 def training(short_dir, tmp_path):
     """Trainings in a folder of this test's own, in which 20 steps are an epoch."""
     return processes.Training(short_dir, tmp_path / "run")
+
+
+@pytest.fixture(scope="session")
+def expected(synthetic_dir, tmp_path_factory):
+    """The weights that two processes reach, however they were started."""
+    from tests.launches import LAUNCH_TABLE, SHORT, finish_all, launch
+
+    folder = tmp_path_factory.mktemp("expected")
+    flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {folder}"
+    command = LAUNCH_TABLE["no launcher, one machine"]
+    (ended,) = finish_all(launch(command, flags, literal=False), 60)
+    assert ended.returncode == 0, ended.text
+    return processes.summary(folder)["weights_sha256"]
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A checkout of its own, without an environment; and fake programs."""
+    for path in ROOT.iterdir():
+        if path.name not in (".git", ".venv", "runs", "data"):
+            (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "fakes").mkdir()
+    for name, text in FAKES.items():
+        (tmp_path / "fakes" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "fakes" / name).chmod(0o755)
+    return tmp_path
 
 
 @pytest.fixture(scope="session")

@@ -49,6 +49,7 @@ PRELOADED = """
 """
 QUIET = [getattr(signal, f"SIG{name}") for name in ("INT", "TERM", "HUP", "USR1", "USR2")]
 ROOM = " " * 2**16  # in which a fork shows readers of /proc its own arguments and environment
+LIMIT_SECONDS = 180
 PR_SET_CHILD_SUBREAPER, ABOVE = 36, 500  # ABOVE all descriptors that a fork is given
 
 _real_fork_exec = _posixsubprocess.fork_exec
@@ -69,13 +70,14 @@ def install(environment):
         start_new_session=True,
     )
     its.close()
-    mine.settimeout(180)
+    mine.settimeout(LIMIT_SECONDS)
     assert mine.recv(1), "the fork server did not start: see its error above"
     use(mine, environment)
 
 
 def use(connection, environment):
     global _server, _owner, _early
+    connection.settimeout(LIMIT_SECONDS)  # an error in place of a wait without end
     _server, _owner, _early = connection, os.getpid(), early(environment)
     _posixsubprocess.fork_exec = subprocess._fork_exec = fork_exec
 

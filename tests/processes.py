@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import json
+import multiprocessing
 import os
 import shlex
 import shutil
@@ -134,6 +135,10 @@ def error_line(ended, status=2):
     return ended.stderr
 
 
+def error_lines(ended):
+    return [line for line in ended.text.splitlines() if ".py: error: " in line]
+
+
 def script(name, *args):
     """Return the command of a training script, quiet and with one thread."""
     return [sys.executable, ROOT / name, "--threads", 1, "--no-progress", *args]
@@ -199,6 +204,29 @@ def wait_until(condition, seconds=120):
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.02)
+
+
+def wait_for_port(port, process):
+    def is_there():
+        assert process.poll() is None, process.communicate()
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    wait_until(is_there)
+
+
+def fork(function):
+    """Start a process that does one thing as a script would: with stop signals, and one line."""
+    from utils import signals
+    from utils.errors import guard
+
+    def script_like():
+        signals.install_handlers()
+        sys.exit(guard(lambda: [function(), 0][1]))
+
+    process = multiprocessing.get_context("fork").Process(target=script_like)
+    process.start()
+    return process
 
 
 def marked():

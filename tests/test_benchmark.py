@@ -176,6 +176,16 @@ def test_wrong_arguments_are_one_line(tool, flags, words, capsys):
     assert words in line
 
 
+def test_the_home_folder_may_be_written_as_a_shell_leaves_it(synthetic_dir, tmp_path):
+    (tmp_path / "data").symlink_to(synthetic_dir)
+    path = ROOT / "scripts" / "tools" / "prepare_data.py"
+    words = ["synthetic", "--data-dir=~/data"]
+    told = succeed(run(sys.executable, path, *words, cwd=tmp_path, HOME=str(tmp_path))).stdout
+    assert told.startswith(f"{tmp_path}/data")
+    args = benchmark.parse_args(["--data-dir=~/data", "--output=~/x", "--counts", "2"])
+    assert [args.data_dir, args.output] == [str(Path.home() / name) for name in ("data", "x")]
+
+
 def test_overlapping_ranges_are_no_difference_seen():
     ratio = {"median": 1.0, "min": 0.9, "max": 1.1, "rounds": {"0": 0.9, "1": 1.1}}
     row = {"technique": "ddp", "devices": 2, "threads": 2, "ratio": ratio, "to_dp": ratio}

@@ -62,6 +62,7 @@ def edited(own):
 
 WRONG, WARN, NOTE, RIGHT = (variants(level) for level in ("WRONG", "WARN", "NOTE", "RIGHT"))
 ON_TWO_HOSTS = {"device by global rank", "equal ranks", "every rank saves by each host"}
+ON_TWO_HOSTS |= {"equal shares by the local rank"}
 REENTRANT = """import torch, torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 dist.init_process_group("gloo")
@@ -268,6 +269,11 @@ def test_a_command_that_cannot_work_says_why(tmp_path):
     assert "there is no file nowhere.py" in command("nowhere.py", folder=tmp_path).stderr
     assert command(folder=tmp_path).returncode == 2
     assert command("--ranks", "9", "x", folder=tmp_path).returncode == 2
+    write(tmp_path, {"theirs.py": ""})
+    alone = [sys.executable, "-S", str(CHECK / "check.py"), "theirs.py"]  # without packages
+    done = subprocess.run(alone, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "has no torch: use the Python of your script" in done.stderr
+    assert done.returncode == 2
 
 
 def test_the_command_lists_what_it_can_find(tmp_path):
@@ -279,18 +285,23 @@ def test_the_command_lists_what_it_can_find(tmp_path):
 # The probe is the only process whose torch lacks the name.
 LACKS = """import sys
 if any("probe.py" in item for item in sys.orig_argv):
-    from torch.nn.parallel import DistributedDataParallel
-    del DistributedDataParallel.will_sync_module_buffers
+    import torch
+    del torch.NAME
 """
+NAMES = [  # called, imported
+    "nn.parallel.DistributedDataParallel.will_sync_module_buffers",
+    "nn.modules.module.register_module_forward_hook",
+]
 
 
-def test_a_torch_that_lacks_a_name_is_named_and_nothing_is_judged(tmp_path):
-    write(tmp_path, {"theirs.py": SCRIPT, "path/sitecustomize.py": LACKS})
+@pytest.mark.parametrize("name", NAMES)
+def test_a_torch_that_lacks_a_name_is_named_and_nothing_is_judged(tmp_path, name):
+    lacks = LACKS.replace("NAME", name)
+    write(tmp_path, {"theirs.py": SCRIPT, "path/sitecustomize.py": lacks})
     done = command("theirs.py", folder=tmp_path, PYTHONPATH=str(tmp_path / "path"))
     assert done.returncode == 3, done.stdout
-    assert re.search(
-        r"this torch \(\S+\) has no will_sync_module_buffers: the check knows", done.stdout
-    )
+    last = name.rpartition(".")[2]
+    assert re.search(rf"this torch \(\S+\) has no {last}: the check knows 2.9 to", done.stdout)
 
 
 def test_each_collective_of_pytorch_is_watched():

@@ -14,22 +14,16 @@ from pathlib import Path
 import pytest
 
 from tests.documents import blocks, read
+from tests.launches import LAUNCH_TABLE, SHORT, finish_all, launch
 from tests.processes import (
     ROOT,
     environment,
+    error_lines,
     free_port,
     run,
     stray_processes,
     summary,
     wait_until,
-)
-from tests.test_launch import (
-    LAUNCH_TABLE,
-    SHORT,
-    error_lines,
-    expected,  # noqa: F401
-    finish_all,
-    launch,
 )
 
 pytestmark = pytest.mark.slow
@@ -47,7 +41,7 @@ MPI = {
 
 
 @needs_mpirun
-def test_mpirun_side_by_side(synthetic_dir, tmp_path, expected):  # noqa: F811
+def test_mpirun_side_by_side(synthetic_dir, tmp_path, expected):
     """Two jobs on one host find ports of their own."""
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}"
     jobs = [launch(LAUNCH_TABLE["mpirun"], f"{flags}/{job}", **MPI) for job in range(2)]
@@ -167,7 +161,7 @@ def no_process_is_left():
         time.sleep(0.2)
 
 
-def test_srun(slurm, synthetic_dir, tmp_path, expected):  # noqa: F811
+def test_srun(slurm, synthetic_dir, tmp_path, expected):
     command = LAUNCH_TABLE["srun"].replace("srun", "srun --nodes 2")
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
     (ended,) = finish_all(launch(command, flags, **slurm), 120)
@@ -230,7 +224,7 @@ def wait_for(slurm, job, output, words, seconds):
 
 
 @pytest.mark.parametrize("options", [ONE_NODE, TWO_NODES], ids=["1", "2"])
-def test_sbatch_runs_to_its_end(options, slurm, synthetic_dir, tmp_path, expected):  # noqa: F811
+def test_sbatch_runs_to_its_end(options, slurm, synthetic_dir, tmp_path, expected):
     command = LAUNCH_TABLE["sbatch"].split()[-1:]  # the sizes are this test's
     flags = f"{SHORT} --data-dir {synthetic_dir}".replace(" --no-progress", "").split()
     output, run_dir = tmp_path / "out", tmp_path / "run"

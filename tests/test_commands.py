@@ -26,7 +26,7 @@ ELSEWHERE = [
     (r"python scripts/lessons/NAME\.py$", "test_lessons.py", "scripts/lessons/{name}.py"),
     (
         r"(.*torchrun .*|python )scripts/minimal/\w+\.py",
-        "test_minimal.py",
+        "minimal.py",
         'f"scripts/minimal/{script}.py"',
     ),
     (r"tensorboard ", "test_training.py", "EventAccumulator("),

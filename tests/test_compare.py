@@ -36,12 +36,24 @@ def test_runs_that_are_alike_have_a_speed_up(tmp_path):
     assert succeed(run("bash", "-c", line)).stderr == "", "nobody reads its output"
 
 
+def test_a_short_run_says_over_which_steps_its_speed_is(tmp_path):
+    told = tell(tmp_path, RUN | {"timed_steps": [11, 312]}, DDP | {"timed_steps": [2, 9]})
+    assert "ddp was short, so its images/s are those of steps 2 to 9.\n" in told
+    assert "single was short" not in told
+
+
+def test_one_gpu_stands_beside_the_cores(tmp_path):
+    told = tell(tmp_path, RUN, DDP, RUN | {"device": "cuda"})
+    assert "A device is a core of the CPU, except in the row of cuda, the GPU alone." in told
+
+
 @pytest.mark.parametrize(("name", "value"), [("model", "mlp"), ("global_step", 20)])
 def test_runs_that_are_not_alike_have_none_and_it_says_why(name, value, tmp_path):
     told = tell(tmp_path, RUN | {"device": "cuda"}, DDP | {name: value})
     assert f"not alike, so no row has a speed-up: {name} ({RUN[name]}, {value})" in told
     assert "A device is a GPU (cuda)." in told
     assert "1.50 x" not in told
+    assert "was short" not in told
     assert "How to read it" not in told
 
 

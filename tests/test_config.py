@@ -33,6 +33,13 @@ ddp    | --rank 0                     | unrecognized arguments
 ROWS = [tuple(cell.strip() for cell in line.split("|")) for line in BAD.strip().splitlines()]
 
 
+@pytest.fixture(autouse=True)
+def _only_parse(monkeypatch):
+    """The command line alone: signals and output of the tests themselves stay as they are."""
+    monkeypatch.setattr(config.signals, "install_handlers", lambda: None)
+    monkeypatch.setattr(config.output, "protect", lambda: None)
+
+
 @pytest.mark.parametrize(("technique", "flags", "message"), ROWS)
 def test_bad_flags_are_one_line_and_status_2(technique, flags, message, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", [f"train_{technique}.py"])

@@ -34,12 +34,21 @@ from torch.utils.data import (
 
 import data
 import models
-from tests.processes import ROOT, Training, error_line, finish, run, script, start, wait_until
-from utils import signals
+from tests.processes import (
+    ROOT,
+    Training,
+    error_line,
+    finish,
+    fork,
+    run,
+    script,
+    start,
+    wait_until,
+)
 from utils.datasets import fetch, idx, loader, prepare, sources
 from utils.datasets.digits import draw_digits
 from utils.datasets.sources import DataError
-from utils.errors import UserError, end_workers, explain, guard
+from utils.errors import UserError, end_workers, explain
 from utils.files import lock_file
 from utils.training.first_pass import first_pass
 
@@ -97,18 +106,6 @@ def test_a_folder_that_cannot_be_written_ends_in_one_line(tmp_path):
     assert ".lock/Synthetic/raw (Not a directory): pass another --data-dir" in line
 
 
-def fork(function):
-    """Start a process that does one thing as a script would: with stop signals, and one line."""
-
-    def script_like():
-        signals.install_handlers()
-        sys.exit(guard(lambda: [function(), 0][1]))
-
-    process = multiprocessing.get_context("fork").Process(target=script_like)
-    process.start()
-    return process
-
-
 def test_waiting_for_the_data_is_bounded_names_for_whom_and_hears_a_stop(tmp_path, monkeypatch):
     (tmp_path / "Synthetic").mkdir()
     lock = tmp_path / "Synthetic" / ".lock"
@@ -160,11 +157,13 @@ class Mirror(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture
 def mirror(raw, tmp_path, monkeypatch):
     """Return what chooses among good, bad and slow mirrors; no file is left in ``raw``."""
-    for folder in ("good", "bad", "slow"):
+    for folder in ("good", "bad", "short", "slow"):
         (tmp_path / folder).mkdir()
         for path in raw.iterdir():
             packed = tmp_path / folder / f"{path.name}.gz"
-            packed.write_bytes(gzip.compress(path.read_bytes()))
+            content = path.read_bytes()
+            # A copy that was cut before it was packed: gzip finds no fault in it.
+            packed.write_bytes(gzip.compress(content[:-9] if folder == "short" else content))
             change(packed, 15 if folder == "bad" else 4)  # 4: the time of packing
     for path in raw.iterdir():
         path.unlink()
@@ -186,11 +185,13 @@ def mirror(raw, tmp_path, monkeypatch):
 
 
 def test_mirrors_without_good_files_are_named(mirror, raw, monkeypatch):
-    """One answers with an error page, one with corrupt files, one with a byte now and then."""
-    mirror("nothing", "bad", "slow")
+    """An error page, corrupt files, files that were cut short, and a byte now and then."""
+    mirror("nothing", "bad", "short", "slow")
     with monkeypatch.context() as patch:
         patch.setattr(fetch, "DOWNLOAD_TIMEOUT", 1.0)
-        with pytest.raises(DataError, match=r"/bad/ \(.+\); .*/slow/ \(nothing in 1 s\)"):
+        with pytest.raises(
+            DataError, match=r"/bad/ \(.+\); .*/short/ \(.+\); .*/slow/ \(nothing in 1 s\)"
+        ):
             load(raw)
     assert list(raw.iterdir()) == []
     for path in (raw.parent.parent / "good").iterdir():

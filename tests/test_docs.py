@@ -29,14 +29,7 @@ from tests.documents import (
 from tests.processes import ROOT
 from utils.training import config
 
-<<<<<<< HEAD
 README, RUNNING = ROOT / "README.md", ROOT / "docs" / "running.md"
-=======
-README, DOCS = ROOT / "README.md", ROOT / "docs"
-RUNNING, TROUBLESHOOTING = DOCS / "running.md", DOCS / "troubleshooting.md"
-MAX_LINES = {"README": 200, "CONTRIBUTING": 40, "concepts": 250, "hangs": 60}
-LESSONS = sorted(path.stem for path in (ROOT / "scripts" / "lessons").glob("[a-z]*.py"))
->>>>>>> rung
 
 
 # Links and languages

@@ -5,6 +5,7 @@ import socket
 import sys
 from types import SimpleNamespace
 
+import collectives
 import doctor
 import pytest
 import torch
@@ -67,6 +68,42 @@ def test_what_is_known_of_a_gpu(monkeypatch):
     found = doctor.facts_of_device(gpus[1], gpus)
     name = "cuda:1 H200 (one of 3 visible)"
     assert found == {"device": name, "memory": [1024, 2048]}
+
+
+class SlowLink:
+    """A link of four ranks, with its clock: 20 us for each call, and 10 MB/s."""
+
+    ReduceOp = SimpleNamespace(MAX=None)
+    now = 0.0
+
+    def get_rank(self):
+        return 1
+
+    def get_world_size(self):
+        return 4
+
+    def all_reduce(self, values, op=None):
+        if values.is_floating_point():  # not one of the agreements, which go another way
+            sent = 2 * 3 / 4 * values.numel() * 4
+            self.now += 20e-6 + sent / 10e6
+            values.mul_(5)  # 2 of this rank; 1, 3 and 4 of the others
+
+    def perf_counter(self):
+        return self.now
+
+
+def test_the_figures_are_those_of_the_link(monkeypatch):
+    link = SlowLink()
+    monkeypatch.setattr(collectives, "dist", link)
+    monkeypatch.setattr(collectives, "time", link)
+    smallest, first, *rest = timings = collectives.time_all_reduce(torch.device("cpu"))
+    assert smallest.seconds == pytest.approx(20e-6 + 6e-6 / 10)
+    assert first.seconds == pytest.approx(20e-6 + 1.5 * 2**20 / 10e6)
+    assert first.bus_bandwidth(4) == pytest.approx(10e6, rel=1e-3)
+    assert all(timing.is_right for timing in timings)
+    assert [timing.size for timing in rest] == [4 * 2**20], "the next one would take seconds"
+    told = doctor.check_all_reduce(torch.device("cpu"), 4).found
+    assert told == "21 us for 4 B; 1 MiB 0.010 GB/s; 4 MiB 0.010 GB/s"
 
 
 def test_two_processes_for_real():

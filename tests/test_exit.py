@@ -23,6 +23,8 @@ def begin(rank):
 def note(rank):
     if rank == 0:
         record(12345)
+    if os.environ["END"] == "exit" and rank == 0:
+        raise SystemExit("no data is left")
     if os.environ["END"] == "SIGTERM":
         os.kill(os.getpid(), signal.SIGTERM)
     if os.environ["END"] == "raise" and rank == 0:
@@ -56,8 +58,9 @@ def record(value):
     mlflow.log_metrics({"value": value})
 """
 STUCK = FILE.replace('atexit.register(rows.write, "handled")', "atexit.register(time.sleep, 600)")
-ENDS = pytest.mark.parametrize("end", ["done", "SIGTERM", "raise"])
-STATUS = {"done": 0, "SIGTERM": 128 + signal.SIGTERM, "raise": 1}
+ENDS = ["done", "SIGTERM", "raise"]
+STATUS = {"done": 0, "SIGTERM": 128 + signal.SIGTERM, "raise": 1, "exit": 1}
+SLOW = [pytest.param(end, marks=pytest.mark.slow) for end in ENDS[1:]]
 
 
 @pytest.fixture
@@ -76,14 +79,18 @@ def train(short_dir, tmp_path):
         words = [sys.executable, script, "--nprocs", 2, "--threads", 1, "--no-progress"]
         words += ["--dataset", "synthetic", "--model", "linear"]
         words += ["--epochs", 50 if end == "SIGTERM" else 1]
-        ended = run(*words, cwd=tmp_path, END=end, **variables)
+        ended = run(*words, cwd=tmp_path, timeout=200, END=end, **variables)
         assert ended.returncode == STATUS[end], ended.text
+        if end == "exit":  # the other rank says no more than that
+            (line,) = [line for line in ended.stderr.splitlines() if "lost rank" not in line]
+            assert line.startswith("train_ddp.py: error: ")
+            assert "own.py, line 12, has called sys.exit(no data is left)" in line
         return tmp_path
 
     return train
 
 
-@ENDS
+@pytest.mark.parametrize("end", ["done", "exit", *SLOW])
 def test_exit_handlers_run_and_files_are_flushed(end, train):
     rows = (train(FILE, end) / "rows.csv").read_text()
     assert rows.startswith("12345\n")
@@ -96,7 +103,7 @@ def test_an_exit_handler_that_waits_for_ever_is_left(train):
 
 
 @pytest.mark.slow
-@ENDS
+@pytest.mark.parametrize("end", ENDS)
 def test_wandb_has_the_last_value(end, train):
     pytest.importorskip("wandb", reason="needs wandb")
     (file,) = train(WANDB, end, WANDB_SILENT="true").glob("wandb/offline-run-*/run-*.wandb")
@@ -104,7 +111,7 @@ def test_wandb_has_the_last_value(end, train):
 
 
 @pytest.mark.slow
-@ENDS
+@pytest.mark.parametrize("end", ENDS)
 def test_a_run_of_mlflow_is_finished(end, train):
     pytest.importorskip("mlflow", reason="needs mlflow")
     folder = train(MLFLOW, end, MLFLOW_ALLOW_FILE_STORE="true", MLFLOW_TRACKING_URI="mlruns")

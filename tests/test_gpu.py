@@ -1,7 +1,7 @@
 """What only GPUs show, and the script that has it run where there are some.
 
 Tests marked ``gpu`` see the GPUs that the user lets them see; no other test does. Those marked
-``nccl`` are worth a second run with NCCL's other backend (TORCH_DIST_USE_NCCL2=0).
+``nccl`` are worth a second run with NCCL's other class (TORCH_DIST_USE_NCCL2=1).
 """
 
 import re
@@ -11,10 +11,19 @@ import sys
 import pytest
 import torch
 
-from tests import test_minimal
+from tests import minimal
 from tests.layouts import distance, state, train
-from tests.processes import PRETENDED, ROOT, Training, error_line, run, succeed, summary, torchrun
-from tests.test_quickstart import copy  # noqa: F401  a fixture
+from tests.processes import (
+    PRETENDED,
+    ROOT,
+    STANDALONE,
+    Training,
+    error_line,
+    run,
+    succeed,
+    summary,
+    torchrun,
+)
 
 SHORT = ["--model", "mlp", "--max-steps", 30, "--batch-size", 48, "--warmup-epochs", 0]
 DDP = pytest.param("ddp", marks=pytest.mark.nccl)
@@ -302,27 +311,87 @@ def test_a_step_never_waits_for_a_gpu(technique, ranks, training):
     assert sorted(told) == ([("0", "0", "[0, 1]")] if technique == "gpus" else alone), ended.text
 
 
+# One step of DDP with four buckets, after the choice of a script, or with what torch chooses. The
+# pretended GPUs print each wait of a stream, and each call of NCCL.
+OVERLAP = """
+import ctypes, os, runpy, sys
+os.environ.pop("TORCH_DIST_USE_NCCL2", None)
+if sys.argv[1] != "torch":
+    sys.path.insert(0, os.path.dirname(sys.argv[1]))
+    runpy.run_path(sys.argv[1], run_name="imported")
+import torch, torch.distributed as dist
+rank = int(os.environ["RANK"])
+device = torch.device("cuda", rank)
+torch.cuda.set_device(device)
+dist.init_process_group("nccl", device_id=device)
+layers = [torch.nn.Linear(600, 600) for _ in range(8)]
+model = torch.nn.Sequential(*layers).to(device)
+model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=2)
+library = ctypes.CDLL(None)
+for step in range(3):  # the buckets are made after the first one
+    if (rank, step) == (0, 2):
+        library.setenv(b"PRETEND_WAITS", b"1", 1)
+    model(torch.ones(4, 600, device=device)).sum().backward()
+library.unsetenv(b"PRETEND_WAITS")
+torch.cuda.synchronize()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.skipif(not PRETENDED, reason="needs pretended GPUs, which print waits")
+@pytest.mark.parametrize(
+    ("chosen_by", "waits"),
+    [("train_ddp.py", 0), ("scripts/minimal/ddp.py", 0), ("torch", 3)],
+)
+def test_gradients_travel_while_the_backward_computes(chosen_by, waits, tmp_path):
+    """Where "torch" has no wait any more, PyTorch has cured it: the scripts' line can go."""
+    (tmp_path / "overlap.py").write_text(OVERLAP)
+    where = chosen_by if chosen_by == "torch" else ROOT / chosen_by
+    ended = succeed(run(*STANDALONE, 2, tmp_path / "overlap.py", where, real=True, timeout=120))
+    told = re.findall(r"^(NCCL|WAIT stream \(nil\))", ended.stderr, re.MULTILINE)
+    sends = [index for index, line in enumerate(told) if line == "NCCL"]
+    assert len(sends) == 4, ended.stderr
+    assert told[sends[0] : sends[-1]].count("WAIT stream (nil)") == waits
+    assert told[sends[-1] :].count("WAIT stream (nil)") >= 4, "before the optimizer's step"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["minimal/ddp.py", "minimal/ddp_complete.py", "tools/scaling.py"])
+def test_two_processes_on_one_gpu_are_told_how_to_use_the_cpu(name, tmp_path):
+    command = [*STANDALONE, 2, ROOT / "scripts" / name]
+    ended = run(*command, cwd=tmp_path, CUDA_VISIBLE_DEVICES="0")
+    assert ended.returncode == 1, "of torchrun"
+    told = [line for line in ended.stderr.splitlines() if "CUDA_VISIBLE_DEVICES= torchrun" in line]
+    assert told
+    assert "NCCL" not in ended.text
+
+
 # All else that trains or measures
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("name", test_minimal.SCRIPTS)
+@pytest.mark.parametrize("name", minimal.SCRIPTS)
 def test_a_minimal_script_takes_the_gpus(name, short_dir, tmp_path):
-    ended = test_minimal.train(name, 2, tmp_path, "--data-dir", short_dir, "--epochs", 2)
-    assert test_minimal.result(ended)[1] > 50
+    ended = minimal.train(name, 2, tmp_path, "--data-dir", short_dir, "--epochs", 2)
+    assert minimal.result(ended)[1] > 50
     assert b"cuda:0" in (tmp_path / "model.pt").read_bytes()
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize(("gpus", "rows"), [("0", ["single"]), ("0,1", ["single", "dp", "ddp"])])
-def test_quickstart_compares_what_the_gpus_allow(gpus, rows, copy, synthetic_dir):  # noqa: F811
+@pytest.mark.parametrize(
+    ("gpus", "rows"), [("0", "single dp ddp single"), ("0,1", "single dp ddp")]
+)
+def test_quickstart_compares_what_the_gpus_allow(gpus, rows, copy, synthetic_dir):
     words = ["--dataset", "synthetic", "--data-dir", synthetic_dir, "--model", "linear"]
     words += ["--max-steps", 30]
     quickstart = copy / "scripts" / "quickstart.sh"
     ended = run(quickstart, *words, cwd=copy, timeout=200, CUDA_VISIBLE_DEVICES=gpus)
     told = [line.split() for line in succeed(ended).stdout.splitlines() if line.endswith(" MB")]
-    assert [row[0] for row in told] == rows
-    assert "A device is a GPU (cuda)." in ended.stdout
+    assert [row[0] for row in told] == rows.split()
+    is_one = gpus == "0"
+    assert ("except in the row of cuda" in ended.stdout) == is_one
+    assert ("A device is a GPU (cuda)." in ended.stdout) == (not is_one)
 
 
 @pytest.mark.gpu(2)
@@ -338,7 +407,7 @@ def test_the_tools_work_on_gpus(synthetic_dir, tmp_path):
     few = ["--model", "mlp", "--batch-size", 16]
     for name, words, line in [
         ("doctor.py", where, r"^all-reduce +ok"),
-        ("scaling.py", few, r"^DDP: predicted .* measured"),
+        ("scaling.py", few, r"^DDP, torch .*: .*(during|after|to tell)"),
     ]:
         words = torchrun(2, f"scripts/tools/{name}", *words)
         ended = succeed(run(*[word for word in words if word != "--no-progress"]))

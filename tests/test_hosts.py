@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import Training, finish, run, start, succeed, summary, wait_until
-from tests.test_launch import LAUNCH_TABLE, SHORT, error_lines, finish_all
+from tests.launches import LAUNCH_TABLE, SHORT, finish_all
+from tests.processes import Training, error_lines, finish, run, start, succeed, summary, wait_until
 
 # Root in a container may not make any.
 HAS_NAMESPACES = os.geteuid() == 0 and not os.system("unshare -n ip link >/dev/null 2>&1")
@@ -197,7 +197,7 @@ def test_a_name_server_that_never_answers_costs_little(training, tmp_path):
     wrapper = ["unshare", "-m", "bash", "-c", with_it, tmp_path / "resolv.conf"]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
         silent.bind(("127.77.0.1", 53))
-        ended = run(*wrapper, "env", "-u", "RES_OPTIONS", *words, real=True)
+        ended = run(*wrapper, "env", "-u", "RES_OPTIONS", *words, real=True, timeout=200)
         silent.settimeout(1)
         assert silent.recv(512), "nobody has asked"
     succeed(ended)

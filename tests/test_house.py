@@ -2,8 +2,10 @@
 
 import re
 import subprocess
+import sys
 from graphlib import TopologicalSorter
 
+from tests.processes import run, succeed
 from tests.sources import (
     CHECK,
     CLUSTER,
@@ -71,9 +73,44 @@ def test_no_import_hides_in_a_function():
         assert not hidden, f"{path}: {hidden}"
 
 
+def test_no_test_imports_another():
+    for path in (ROOT / "tests").glob("**/*.py"):
+        found = re.search(
+            r"^(from tests\.test_|from tests import .*test_).*", path.read_text(), re.M
+        )
+        assert not found, f"{path}: {found[0]}"
+
+
 def test_the_training_stands_in_the_scripts():
     """The other two differ from the baseline by what tests/test_diff.py asks for."""
     text = "\n".join(line for _, line in code_lines(SCRIPTS[0].read_text()))
     for words in (".backward()", "clip_grad_norm_(", "scaler.step(optimizer)", "model(images)"):
         assert words in text
     assert "nn.DataParallel(" in SCRIPTS[1].read_text()
+
+
+# Imports modules, and prints which signal handlers and variables are then others.
+UNCHANGED = """
+import importlib, os, signal, sys
+sys.path[:0] = ["scripts/tools"]
+import torch
+def now():
+    return {n: signal.getsignal(n) for n in signal.valid_signals()}, dict(os.environ)
+before = now()
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+print(*[{k for k in new if new[k] != old.get(k)} for old, new in zip(before, now())])
+"""
+
+
+def test_importing_a_module_changes_nothing():
+    """A tool that imports one keeps its Ctrl-C. Only the first import of a script says otherwise.
+
+    A tool is a script, too: it may choose NCCL's class before it imports torch.
+    """
+    modules = [name for name in ARROWS if not name.startswith("train_") and name != "utils.early"]
+    assert succeed(run(sys.executable, "-c", UNCHANGED, *modules)).stdout == "set() set()\n"
+    tools = sorted(path.stem for path in (ROOT / "scripts" / "tools").glob("[a-z]*.py"))
+    assert succeed(run(sys.executable, "-c", UNCHANGED, *tools)).stdout.startswith("set() ")
+    early = succeed(run(sys.executable, "-c", UNCHANGED, "utils.early")).stdout
+    assert not early.startswith("set() ")

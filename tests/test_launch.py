@@ -2,26 +2,25 @@
 
 import os
 import signal
-import socket
 
 import pytest
 import torch
 
-from tests.documents import rows, section
+from tests.launches import LAUNCH_TABLE, SHORT, finish_all, launch
 from tests.processes import (
     ALTERED,
-    ROOT,
     STANDALONE,
     error_line,
+    error_lines,
     finish,
     free_port,
     metrics,
     run,
     script,
-    shell_line,
     start,
     stray_processes,
     summary,
+    wait_for_port,
     wait_until,
 )
 from utils.cluster import rank_info
@@ -29,51 +28,9 @@ from utils.cluster.launch import choose_backend
 from utils.cluster.rank_info import RankInfo
 from utils.errors import UsageError
 
-SHORT = "--dataset synthetic --model linear --max-steps 20 --threads 1 --no-progress"
-
-
-# The commands by method. $HOST0 and $PORT are where rank 0 is, $NODE is the machine's number.
-TABLE = rows(section(ROOT / "docs" / "launching.md", "Every way to launch it").text)[1:]
-LAUNCH_TABLE = {method: code.strip("`") for method, code, _ in TABLE}
-assert len(LAUNCH_TABLE) >= 12
 # Their tests are in test_clusters.py and test_hosts.py.
 ELSEWHERE = ("srun", "mpirun", "sbatch", "script, over ssh")
 SLOW = ("torchrun, elastic", "script, several machines")
-
-
-def launch(command, flags, literal=True, **extra):
-    """Start a command with flags at its end, once for each of its machines, all on this one.
-
-    Args:
-        literal: by a shell; otherwise the same processes are forked.
-    """
-    known = {"HOST0": "127.0.0.1", "PORT": str(free_port())} | extra
-    processes = []
-    for node in range(2 if "$HOST0" in command else 1):
-        words, variables = ["bash", "-c", f"{command} {flags}"], known | {"NODE": str(node)}
-        if not literal:
-            words, variables = shell_line(words[-1], **variables)
-        processes.append(start(*words, **variables))
-    return processes
-
-
-def finish_all(processes, timeout):
-    return [finish(process, timeout) for process in processes]
-
-
-def error_lines(ended):
-    return [line for line in ended.text.splitlines() if ".py: error: " in line]
-
-
-@pytest.fixture(scope="module")
-def expected(synthetic_dir, tmp_path_factory):
-    """The weights that two processes reach, however they were started."""
-    folder = tmp_path_factory.mktemp("expected")
-    flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {folder}"
-    command = LAUNCH_TABLE["no launcher, one machine"]
-    (ended,) = finish_all(launch(command, flags, literal=False), 60)
-    assert ended.returncode == 0, ended.text
-    return summary(folder)["weights_sha256"]
 
 
 @pytest.mark.parametrize(
@@ -200,10 +157,11 @@ def test_two_jobs_of_slurm_on_one_host_have_ports_of_their_own():
     assert len({rank_info.read_rank_info(job).master_port for job in jobs}) == 10
 
 
-@pytest.mark.parametrize("wrong", [["--backend", "mpi"], ["--epochs", "none"]])
-def test_one_line_for_all_ranks_of_torchrun(wrong):
+@pytest.mark.parametrize("wrong", ["--backend mpi", "--epochs none", "--init-weights nowhere.pt"])
+def test_one_line_for_all_ranks_of_torchrun(wrong, synthetic_dir):
     """Also where rank 0, which has to say it, is the last to find out."""
-    words = [*STANDALONE, 2, ALTERED, "train_ddp.py", *wrong]
+    data_set = ["--dataset", "synthetic", "--data-dir", synthetic_dir]
+    words = [*STANDALONE, 2, ALTERED, "train_ddp.py", *data_set, *wrong.split()]
     ended = run(*words, ALTER="late", ALTER_AT="start")
     assert ended.returncode == 1
     assert len(error_lines(ended)) == 1, ended.text
@@ -228,15 +186,6 @@ def test_torchrun_starts_all_again_after_a_crash(method, how, synthetic_dir, tmp
         assert ended.returncode == 0, ended.text
     assert (tmp_path / "crashed").exists()
     assert summary(tmp_path / "run")["weights_sha256"] == expected
-
-
-def wait_for_port(port, process):
-    def is_there():
-        assert process.poll() is None, process.communicate()
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", port)) == 0
-
-    wait_until(is_there)
 
 
 def start_waiting(synthetic_dir):

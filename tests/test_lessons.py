@@ -14,7 +14,7 @@ TIMEOUT = 150.0  # seconds; a lesson ends itself after 120
 # Ten seconds and more, most of which they wait on purpose or compute for a measurement.
 SLOW = {
     *("break_thread_oversubscription", "break_timeout", "break_world_size", "ddp_by_hand"),
-    *("join_uneven", "process_numbers", "zero_first"),
+    *("init_methods", "join_uneven", "process_numbers", "zero_first"),
 }
 
 

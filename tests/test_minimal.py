@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import json
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import data
 import models
+from tests.minimal import FOLDER, RESULT, SCRIPTS, TIMEOUT, begin, result, train
 from tests.processes import (
     ALTERED,
     ROOT,
@@ -29,11 +31,7 @@ from tests.processes import (
     wait_until,
 )
 
-FOLDER = ROOT / "scripts" / "minimal"
-SCRIPTS = ("single", "dp", "ddp", "ddp_complete")
 IMAGES = 1920  # in short_dir
-TIMEOUT = 150.0
-RESULT = re.compile(r"^epoch (\d+): loss (\d+\.\d+), (\d+\.\d+)% of (\d+)$", re.MULTILINE)
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, "fsdp"])
@@ -52,32 +50,12 @@ def test_without_torchrun_one_line_says_how_to_start_it(script, variables, tmp_p
     assert (ended.returncode, ended.text) == (2, f"start it with: {command}\n")
 
 
-def begin(script, ranks, folder, *flags, **variables):
-    """Start a training in ``folder``, where it leaves its checkpoint."""
-    folder.mkdir(exist_ok=True)
-    launcher = [sys.executable] if script in ("single", "dp") else [*STANDALONE, ranks]
-    words = [ALTERED, f"scripts/minimal/{script}.py", "--dataset", "synthetic", *flags]
-    return start(*launcher, *words, cwd=folder, **variables)
-
-
-def train(script, ranks, folder, *flags, **variables):
-    return finish(begin(script, ranks, folder, *flags, **variables), TIMEOUT)
-
-
 def docstring_command(script, number, data_dir):
     """Return a command of a script's docstring, to be given from any folder."""
     text = ast.get_docstring(ast.parse((FOLDER / f"{script}.py").read_text())) or ""
     line = [line for line in text.splitlines() if line[:4] == "    "][number]
     line = f"{' '.join(line.split())} --data-dir {data_dir}"  # Python has joined what continues
     return line.replace("scripts/", f"{ROOT}/scripts/")
-
-
-def result(ended, count=500):
-    """Return loss and accuracy in per cent, of the last epoch."""
-    assert ended.returncode == 0, ended.text
-    _, loss, accuracy, found = RESULT.findall(ended.stdout)[-1]
-    assert int(found) == count
-    return float(loss), float(accuracy)
 
 
 @pytest.mark.parametrize(
@@ -298,3 +276,183 @@ def test_what_cannot_go_on_is_one_line_with_its_reason(undisturbed, short_dir, t
     shared = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
     line = refusal(tmp_path, short_dir, **shared)
     assert line.startswith("--max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and ")
+
+
+# What each step did
+
+
+# Runs a minimal script with another model, and notes what each rank does. A stop comes as a signal.
+WATCHED = """
+import json, os, runpy, signal, sys
+root, script, folder, model, stop, count = sys.argv[1:7]
+sys.argv[:7] = [script]
+sys.path.insert(0, root)
+import torch
+import torch.nn.functional as F
+import data, models
+
+rank = int(os.environ.get("RANK", 0))
+told = open(f"{folder}/rank{rank}.jsonl", "a")
+networks, read, steps = [], [], 0
+build, load, loss = models.build_model, data.load_tensors, F.cross_entropy
+clip, step = torch.nn.utils.clip_grad_norm_, torch.optim.SGD.step
+
+class Watched(torch.utils.data.TensorDataset):
+    def __getitem__(self, index):
+        read.append(int(index))
+        return super().__getitem__(index)
+
+def tell(**facts):
+    print(json.dumps(facts), file=told, flush=True)
+
+def count_forward(network, inputs):
+    network.part.add_(rank)
+
+def build_model(name):
+    network = build(model.removesuffix(" part"))
+    if model.endswith(" part"):  # a buffer that is every second column, and differs on each rank
+        network.register_buffer("part", torch.zeros(2, 4)[:, ::2])
+        network.register_forward_pre_hook(count_forward)
+        networks.append(network)
+    return network
+
+def cross_entropy(logits, labels, **how):
+    global steps
+    if not how:
+        steps += 1
+        tell(images=read[-len(labels):], seed=torch.initial_seed())
+        if steps == int(stop):
+            os.kill(os.getpid(), signal.SIGTERM)
+    return loss(logits, labels, **how)
+
+def clip_grad_norm_(*args):
+    norm = clip(*args)
+    tell(norm=float(norm))
+    return norm
+
+def sgd_step(self, *args):
+    tell(lr=self.param_groups[0]["lr"])
+    return step(self, *args)
+
+models.build_model, F.cross_entropy = build_model, cross_entropy
+def load_tensors(*where):
+    train_set, test_set = load(*where)
+    return Watched(*(tensor[: int(count)] for tensor in train_set.tensors)), test_set
+
+data.load_tensors = load_tensors
+torch.nn.utils.clip_grad_norm_, torch.optim.SGD.step = clip_grad_norm_, sgd_step
+runpy.run_path(script, run_name="__main__")
+for network in networks:
+    tell(part=network.part.tolist())
+"""
+
+
+def watch(script, ranks, folder, data_dir, *flags, model="mlp", stop=0, count=IMAGES):
+    """Train, and return what was printed, and what each rank did since the folder was made."""
+    folder.mkdir(exist_ok=True)
+    (folder / "watched.py").write_text(WATCHED)
+    launcher = [*STANDALONE, ranks] if "ddp" in script else [sys.executable]
+    where = [ROOT, FOLDER / f"{script}.py", folder, model, stop, count]
+    data_flags = ["--dataset", "synthetic", "--data-dir", data_dir]
+    command = [*launcher, folder / "watched.py", *where, *data_flags, *flags]
+    ended = run(*command, cwd=folder, timeout=TIMEOUT)
+    assert ended.returncode == 0, ended.text
+    found = []
+    for rank in range(ranks):
+        lines = (folder / f"rank{rank}.jsonl").read_text().splitlines()
+        found.append([json.loads(line) for line in lines])
+    return ended, found
+
+
+def facts(rank, name):
+    return [line[name] for line in rank if name in line]
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks", "batch", "expected"),
+    [
+        ("single", 1, 192, 0.06),
+        ("single", 1, 960, 0.12),
+        ("dp", 1, 192, 0.06),
+        ("ddp", 2, 96, 0.06),
+    ],
+)
+def test_the_rate_follows_the_global_batch(script, ranks, batch, expected, short_dir, tmp_path):
+    _, found = watch(script, ranks, tmp_path, short_dir, "--batch-size", batch, model="linear")
+    for rank in found:
+        assert facts(rank, "lr") == [pytest.approx(expected)] * (IMAGES // (batch * ranks))
+
+
+def test_a_buffer_that_is_part_of_a_tensor_is_that_of_rank_0(short_dir, tmp_path):
+    """Where its memory is not contiguous, gloo would send other numbers, and NCCL refuse."""
+    _, found = watch("ddp", 2, tmp_path, short_dir, "--batch-size", 480, model="linear part")
+    # After the broadcast the hook has run once more, in the one batch of the evaluation.
+    assert [facts(rank, "part") for rank in found] == [[[[r] * 2] * 2] for r in range(2)]
+
+
+def test_a_stop_between_micro_steps_and_another_number_of_ranks(short_dir, tmp_path):
+    """Each image is used once in the epoch, by two ranks before the stop and by one after it."""
+    flags = ["--grad-accum-steps", 2, "--batch-size"]
+    ended, found = watch("ddp_complete", 2, tmp_path, short_dir, *flags, 24, stop=3)
+    assert f"stopped: the next start goes on after {11 * STEP} images\n" in ended.stdout
+    seeds = [seed for rank in found for seed in facts(rank, "seed")]
+    assert len({*seeds}) == len(seeds) == 2 * 22, "other random numbers for each rank and batch"
+    used = [image for rank in found for batch in facts(rank, "images") for image in batch]
+    (tmp_path / "rank0.jsonl").unlink()
+    ended, found = watch("ddp_complete", 1, tmp_path, short_dir, *flags, 48)
+    result(ended)
+    used += [image for batch in facts(found[0], "images") for image in batch]
+    assert sorted(used) == [*range(IMAGES)]
+
+
+def test_gradients_are_clipped_by_their_true_size_in_fp16(short_dir, tmp_path):
+    """The loss is scaled up by 65,536. The rates are those of a quarter and three quarters."""
+    flags = ["--amp", "fp16", "--batch-size", 960]
+    _, (rank,) = watch("ddp_complete", 1, tmp_path, short_dir, *flags, model="linear")
+    assert 0 < max(facts(rank, "norm")) < 100
+    assert facts(rank, "lr") == pytest.approx([0.4 * 0.25 / 0.3, 0.4 * 0.25 / 0.7])
+
+
+def test_a_resumed_run_draws_the_dropout_of_one_that_was_never_stopped(short_dir, tmp_path):
+    how = {"model": "basic", "count": 4 * STEP}
+    watch("ddp_complete", 1, tmp_path / "calm", short_dir, **how)
+    ended, _ = watch("ddp_complete", 1, tmp_path / "stopped", short_dir, **how, stop=1)
+    assert f"stopped: the next start goes on after {STEP} images\n" in ended.stdout
+    watch("ddp_complete", 1, tmp_path / "stopped", short_dir, **how)
+    weights = [torch.load(tmp_path / name / "model.pt") for name in ("calm", "stopped")]
+    assert models.build_model("basic").state_dict().keys() == weights[0].keys()
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
+# How a script chooses NCCL's class: it has to be asked in a process that has no torch yet.
+CHOICE = """
+import runpy, sys
+runpy.run_path(sys.argv[1], run_name="imported")
+import os
+from torch.distributed import distributed_c10d
+print(os.environ["TORCH_DIST_USE_NCCL2"])
+if hasattr(distributed_c10d, "_create_nccl2_process_group"):
+    distributed_c10d._register_builtin_nccl_backend()  # as init_process_group does it
+    print(distributed_c10d.Backend._plugins["NCCL"].creator_fn.__name__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "given"),
+    [
+        ("train_ddp.py", ""),
+        ("scripts/minimal/ddp.py", ""),
+        ("scripts/minimal/ddp_complete.py", ""),
+        ("scripts/minimal/fsdp.py", ""),
+        ("train_ddp.py", "1"),
+    ],
+)
+def test_the_nccl_class_that_sends_during_the_backward_is_chosen(script, given):
+    """On torch 2.15, which has two. A user's own setting wins."""
+    name = "TORCH_DIST_USE_NCCL2"
+    words = ["env", "-u", name, *([f"{name}={given}"] if given else []), sys.executable, "-c"]
+    told = run(*words, CHOICE, ROOT / script, real=True).stdout.split()
+    assert told[0] == (given or "0")
+    creator = "_create_nccl2_process_group" if given else "_create_nccl_process_group"
+    assert told[1:] in ([], [creator])
+    assert told[1:] or torch.__version__ < "2.15"

@@ -7,8 +7,9 @@ import sys
 import pytest
 import torch
 
+import data
 import models
-from tests import test_minimal
+from tests import minimal
 from tests.processes import run, succeed
 from utils.datasets import idx
 
@@ -30,8 +31,8 @@ def test_fsdp_ends_in_the_weights_of_ddp(ranks, short_dir, tmp_path):
     saved = {}
     for script in ("ddp", "fsdp"):
         flags = ["--data-dir", short_dir, "--batch-size", 96 // ranks, "--epochs", 2]
-        ended = test_minimal.train(script, ranks, tmp_path / script, *flags, ALTER="exact")
-        test_minimal.result(ended)
+        ended = minimal.train(script, ranks, tmp_path / script, *flags, ALTER="exact")
+        minimal.result(ended)
         saved[script] = torch.load(tmp_path / script / "model.pt", weights_only=True)
     numbers, total = held(ended)
     assert sum(numbers) == total == sum(p.numel() for p in models.mlp().parameters())
@@ -48,23 +49,22 @@ def test_fsdp_evaluates_equally_many_batches_on_all_ranks(short_dir, tmp_path):
         images = idx.read(path)
         path.write_bytes(idx.to_bytes(torch.cat([images, images, images[:1]])))
     flags = ["--data-dir", folder, "--batch-size", 48]
-    ended = test_minimal.train("fsdp", 2, tmp_path / "run", *flags)
-    loss, _ = test_minimal.result(ended, count=1001)
+    ended = minimal.train("fsdp", 2, tmp_path / "run", *flags)
+    loss, _ = minimal.result(ended, count=1001)
     # With batch normalisation, whose statistics the file has: rank 0's.
     model = models.build_model("convnet").eval()
     model.load_state_dict(torch.load(tmp_path / "run" / "model.pt", weights_only=True))
-    images, labels = test_minimal.data.load_tensors("synthetic", str(folder))[1].tensors
+    images, labels = data.load_tensors("synthetic", str(folder))[1].tensors
     with torch.no_grad():
         expected = torch.nn.functional.cross_entropy(model(images), labels)
     assert loss == pytest.approx(float(expected), abs=1e-4)
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.nccl
 def test_fsdp_takes_the_gpus_and_its_file_loads_without_one(short_dir, tmp_path):
     flags = ["--data-dir", short_dir, "--epochs", 2]
-    ended = test_minimal.train("fsdp", 2, tmp_path, *flags)
-    assert test_minimal.result(ended)[1] > 50
+    ended = minimal.train("fsdp", 2, tmp_path, *flags)
+    assert minimal.result(ended)[1] > 50
     numbers, total = held(ended)
     assert numbers == [total // 2] * 2
     assert b"cuda" not in (tmp_path / "model.pt").read_bytes()

@@ -5,11 +5,14 @@ import gzip
 import json
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.processes import PRETENDED, ROOT, Training, succeed
 from utils.errors import UsageError, guard
+from utils.training import timing
 
 sys.path.insert(0, str(ROOT / "scripts" / "tools"))
 
@@ -125,6 +128,29 @@ def test_a_kernel_belongs_to_the_phase_that_launched_it():
     assert result["communication_parts"] == {"replicate": 0.06, "in_backward": 0.06}
 
 
+@pytest.mark.parametrize(
+    ("steps", "timed", "speed"),
+    [(1, None, None), (4, (2, 4), 30 / 3), (10, (2, 10), 90 / 9), (14, (11, 14), 40 / 4.5)],
+)
+def test_a_speed_says_over_which_steps_it_is(steps, timed, speed, monkeypatch):
+    """A step takes a second, the first one nine; saving after the twelfth takes six."""
+    clock = SimpleNamespace(seconds=0.0)
+    clock.perf_counter = lambda: clock.seconds
+    monkeypatch.setattr(timing, "time", clock)
+    throughput = timing.Throughput(torch.device("cpu"), 10, timing.WARMUP_STEPS)
+    throughput.start_epoch()
+    for step in range(1, steps + 1):
+        clock.seconds += 9 if step == 1 else 1
+        throughput.step()
+        if step == 12:
+            with throughput.paused():
+                clock.seconds += 6
+            clock.seconds += 0.5
+    throughput.end_epoch()
+    assert throughput.timed_steps == timed
+    assert throughput.images_per_second() == (speed and pytest.approx(speed))
+
+
 def trace(run_dir):
     """Run the tool in this process, which has imported what it needs."""
     return guard(tool.run, argparse.Namespace(run_dirs=[run_dir]))
@@ -142,9 +168,9 @@ def check_result(run_dir, capsys):
 
 
 SINGLE = {"forward", "Optimizer.step#SGD.step", "aten::_foreach_norm"}
-DP = {"forward", "DataParallel.forward", "DataParallel.scatter"}
+DP = {"DataParallel.forward", "DataParallel.scatter"}
 RANKS = ["--grad-accum-steps", 2, "--bucket-cap-mb", 0.1]
-DDP = {"forward", "DistributedDataParallel.forward", "gloo:all_reduce", "c10d::allreduce_"}
+DDP = {"DistributedDataParallel.forward", "gloo:all_reduce", "c10d::allreduce_"}
 
 
 @pytest.mark.parametrize(

@@ -25,12 +25,9 @@ def resumed(before, *arguments):
 @pytest.mark.parametrize(
     ("epochs", "max_steps", "steps", "epoch", "epoch_samples"),
     [
-        (1, None, 10, 1, 0),
         (3, None, 30, 3, 0),
         (2.25, None, 22, 2, 20),
-        (1, 7, 7, 0, 70),
         (2, 13, 13, 1, 30),
-        (0.5, 900, 5, 0, 50),
         (0.1, None, 1, 0, 10),
     ],
 )

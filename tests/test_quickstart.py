@@ -12,16 +12,7 @@ import pytest
 
 from tests.processes import ROOT, error_line, finish, run, start, succeed, wait_until
 
-# Programs that install and start nothing. $GPUS is what torch counts, $INSTALL what pip does.
-PYTHON = """case "$*" in
-    -c*) echo "${GPUS:-0}" ;;
-    -m\\ venv*) mkdir -p "$3/bin" && touch "$3/pyvenv.cfg" && cp "$0" "$3/bin/python" ;;
-    -m\\ pip*) eval "$INSTALL" ;;
-    -\\ *) [ -z "$INSTALL" ] ;;
-    *) echo "ran $*" ;;
-esac"""
 AGED = '[ "$1" = --version ] && echo Python 3.9.2'
-FAKES = {"python3": PYTHON} | dict.fromkeys(("torchrun", "ssh", "srun"), "echo STARTED")
 TWO = {"NNODES": "2", "MASTER_ADDR": "a"}
 WRONG = [
     ("run_torchrun.sh", {"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0 is not a whole number, 1 or"),
@@ -46,19 +37,6 @@ WRONG = [
     ("gpu_check.sh", {"FLAGS": "--only doctor,docter"}, "docter is no part: see --list"),
     ("gpu_check.sh", {"FLAGS": "--all"}, "--all is none of its flags"),
 ]
-
-
-@pytest.fixture
-def copy(tmp_path):
-    """A checkout of its own, without an environment; and fake programs."""
-    for path in ROOT.iterdir():
-        if path.name not in (".git", ".venv", "runs", "data"):
-            (tmp_path / path.name).symlink_to(path)
-    (tmp_path / "fakes").mkdir()
-    for name, text in FAKES.items():
-        (tmp_path / "fakes" / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / "fakes" / name).chmod(0o755)
-    return tmp_path
 
 
 def faked(copy, name, *arguments, **variables):

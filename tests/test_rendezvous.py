@@ -1,6 +1,7 @@
 """The rendezvous: who is missing, who is there twice, and who does not belong to this job."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -11,8 +12,17 @@ from contextlib import closing, suppress
 import pytest
 import torch.distributed as dist
 
-from tests.processes import ROOT, finish, free_port, run, script, start, succeed
-from tests.test_launch import error_lines, wait_for_port
+from tests.processes import (
+    ROOT,
+    error_lines,
+    finish,
+    free_port,
+    run,
+    script,
+    start,
+    succeed,
+    wait_for_port,
+)
 from utils.cluster.addresses import Address, AgentStore
 from utils.cluster.rendezvous import (
     COMPLETE,
@@ -147,6 +157,25 @@ def test_rank_0_is_stopped_or_killed_while_others_wait(number, synthetic_dir):
 def test_a_stale_master_addr_does_not_break_one_node(training):
     stale = {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29500"}
     succeed(training.run("spawn", "--model", "linear", "--max-steps", 2, **stale))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_ranks_share_the_cores_that_they_have_in_common(is_apart, place):
+    """A launcher may give each rank cores of its own, of which it then takes all."""
+    cores = sorted(os.sched_getaffinity(0))
+    outcomes = []
+
+    def attend_on_own_cores(rank):
+        os.sched_setaffinity(0, cores[rank : rank + 1] if is_apart else cores)  # of this thread
+        attend(place, rank, 2, outcomes)
+
+    threads = [threading.Thread(target=attend_on_own_cores, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [peers.sharing_cores for peers in outcomes] == [1, 1] if is_apart else [2, 2]
 
 
 def test_a_rank_that_starts_again_leaves_the_job_alone(place):

@@ -18,6 +18,7 @@ from tests.processes import (
     Training,
     error_line,
     finish,
+    fork,
     free_port,
     ranks,
     run,
@@ -26,7 +27,6 @@ from tests.processes import (
     succeed,
     wait_until,
 )
-from tests.test_data import fork
 from utils.errors import UsageError
 from utils.training.logger import Logger
 from utils.training.progress import Progress
@@ -73,18 +73,28 @@ def test_resume_begins_in_an_empty_folder_and_in_no_folder_of_others(tmp_path, c
     assert open_any(tmp_path, resume=True)[1], "checkpoints without a status are a run"
 
 
-@pytest.mark.parametrize("state", ["running", "failed", "stopped", "complete", "unknown"])
-@pytest.mark.parametrize("same", ["name", "agent", "name and flags", "agent and flags", "flags"])
-def test_only_a_restart_of_the_same_job_goes_on_unasked(state, same, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("state", "same", "goes_on"),
+    [
+        ("running", "name and flags", True),
+        ("failed", "name and flags", True),
+        ("stopped", "name and flags", False),
+        ("complete", "name and flags", False),
+        ("complete", "agent and flags", True),
+        ("running", "agent", False),
+        ("running", "name", False),
+        ("running", "flags", False),
+    ],
+)
+def test_only_a_restart_of_the_same_job_goes_on_unasked(
+    state, same, goes_on, tmp_path, monkeypatch, capsys
+):
     """A name that a person typed comes again, with other flags, or after the run was complete."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 7" if "name" in same else "none")
     flags = FLAGS if "flags" in same else {"lr": 0.2}
     write_status(tmp_path / "runs" / "a", flags, state=state, launch_id="job 7", agents=[0, 5])
     monkeypatch.chdir(tmp_path)
     agents = [0, 4, 5] if "agent" in same else [0, 4]
-    goes_on = same == "agent and flags" or (
-        same == "name and flags" and state in ("running", "failed")
-    )
     folder, before = open_any(agents=agents)
     assert (folder == Path("runs/a"), bool(before)) == (goes_on, goes_on)
     assert ("goes on at step 7" in capsys.readouterr().out) == goes_on

@@ -16,9 +16,9 @@ Child processes inherit the variable. A user's own setting of either variable wi
 
 import os
 import signal
-import time
 
-STARTED = time.perf_counter()
+import utils.start  # noqa: F401  the clock
+
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 

@@ -68,6 +68,11 @@ NOT_SAVED = "which is not saved"  # in the reason of each run that diverged
 REPORT_SECONDS = 10.0  # for the rank that reports for its machine, which may still be importing
 EXIT_SECONDS = 10.0  # for exit handlers, one of which may wait for a rank that is lost
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+# What DDP says where it wraps the model, by the number of parameters or by the shape of one.
+OTHER_MODEL = re.compile(
+    "Rank [0-9]+ has [0-9]+ params, while rank [0-9]+ has inconsistent [0-9]+ params"
+    "|params.[0-9]+. in this process with .*? appears not to match .*? in process 0"
+)
 # PyTorch's lines about parameters that a forward left unused. They give indices, and with
 # TORCH_DISTRIBUTED_DEBUG=INFO names.
 UNUSED = re.compile("Parameters? [^:\\n]*not receive grad[^:\\n]*: .*")
@@ -96,6 +101,8 @@ KNOWN = {
     # By NCCL before 2.30 and since. NCCL_MULTI_RANK_GPU_ENABLE=1 allows it since then.
     "Duplicate GPU detected": SAME_GPU,
     "Multiple Ranks are using the same GPU": f"{SAME_GPU}, or set NCCL_MULTI_RANK_GPU_ENABLE=1",
+    # PyTorch's newer class for NCCL does not say why.
+    "NCCL communicator: invalid usage": f"NCCL says invalid usage, most likely since {SAME_GPU}",
 }
 # The same for what is wrong on one rank alone.
 KNOWN_OF_GPUS = {
@@ -116,7 +123,7 @@ def explain(error: Exception | SystemExit) -> Exception:
     if isinstance(error, SystemExit):
         called = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{called.filename}, line {called.lineno}"
-        return UserError(f"{where} has called sys.exit({text}): raise an error that says why")
+        return UserError(f"{where}, has called sys.exit({text}): raise an error that says why")
     out_of_memory = ("out of memory", "can't allocate memory")
     if isinstance(error, MemoryError) or any(part in text for part in out_of_memory):
         return UserError(MEMORY)
@@ -133,6 +140,11 @@ def explain(error: Exception | SystemExit) -> Exception:
     for part, message in KNOWN_OF_GPUS.items():
         if part in text:
             return UserError(message)
+    if other := OTHER_MODEL.search(text):
+        return UsageError(
+            f"the ranks have different models ({other[0]}): start every rank with the same code,"
+            " and freeze the same parameters on all"
+        )
     if "no kernel image" in text:
         return UsageError(_explain_no_kernel())
     if isinstance(error, OSError) and (error.filename or error.errno in DISK):

@@ -13,6 +13,7 @@ judged.
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -71,7 +72,7 @@ class Ranks:
         """Have at least as many processes as ranks. They differ in the order of sets of strings."""
         if any(process.poll() is not None for process in self.processes):
             self.stop()
-        kept = {name: own for name, own in os.environ.items() if not LAUNCHERS.fullmatch(name)}
+        kept = {name: text for name, text in os.environ.items() if not LAUNCHERS.fullmatch(name)}
         new = range(len(self.processes), count)
         for rank in new:
             ours, theirs = Pipe()
@@ -259,6 +260,8 @@ def main() -> int:
         parser.error(f"there is no file {script}")
     if not 2 <= args.ranks <= MOST_RANKS or args.nodes < 1 or args.ranks % args.nodes:
         parser.error(f"--ranks is 2 to {MOST_RANKS}, and a multiple of --nodes")
+    if not importlib.util.find_spec("torch"):
+        parser.error(f"{sys.executable} has no torch: use the Python of your script")
     counts = (args.ranks, args.nodes, args.limit)
     with Ranks() as ranks:
         how: dict[str, Any] = {"package": package, "launcher": args.launcher}

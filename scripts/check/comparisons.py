@@ -4,6 +4,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import combinations
 from typing import Any
 
 Facts = dict[str, Any]  # of an event, or of all that was told in a run
@@ -30,6 +31,10 @@ CONFLICTS = ("other collectives", "a rank stops alone", "equal ranks")
 
 def events_of(report: Facts, *kinds: str) -> list[Facts]:
     return [event for event in report["events"] if event["kind"] in kinds]
+
+
+def rank_of(event: Facts) -> int:
+    return event["rank"]
 
 
 def by_ranks(report: Facts) -> Found:
@@ -66,7 +71,7 @@ def errors(report: Facts) -> Found:
         if kind == "unused parameters":
             names = re.search(r"Parameters which did not receive grad for rank \d+: (.*)", message)
             yield kind, {**end, "unused": names[1][:200] if names else "some"}
-        elif kind == TWO and any(re.search("F[^B]*F|B[^Ff]*B", own) for own in calls):
+        elif kind == TWO and any(re.search("F[^B]*F|B[^Ff]*B", log) for log in calls):
             yield kind, {**end, "what": f"DDP says {message.splitlines()[0][:120]}"}
 
 
@@ -139,7 +144,7 @@ def _differences(report: Facts) -> Found:
                     continue
                 kind = "unused parameters" if kind == "gradients differ" and unused else kind
                 facts = {"line": line, "name": first["name"], "unused": ", ".join(unused[:4])}
-                facts["sums"] = [own and float(f"{own[0]:.6g}") for own in sums]
+                facts["sums"] = [pair and float(f"{pair[0]:.6g}") for pair in sums]
                 what = "the gradients of {name} add up to {sums} on the ranks".format(**facts)
                 rates = [step["rates"] for step, _ in together]
                 yield kind, {**facts, "what": what, "rates": rates}
@@ -151,7 +156,7 @@ def _cause(together: list[tuple[Facts, Facts]]) -> tuple[str, str, list[Any]]:
     """Return why a parameter differs at a step of several ranks, where, and what differs."""
     steps, values = [step for step, _ in together], [value for _, value in together]
     belongs, line = values[0]["belongs"], steps[0]["line"]
-    before, grads, after = ([own[at] for own in values] for at in ("before", "grad", "after"))
+    before, grads, after = ([value[at] for value in values] for at in ("before", "grad", "after"))
     logs = [log for step in steps for log in step["logs"]]
     if len(values) < 2 or belongs == "ignored":
         return "", line, after
@@ -164,6 +169,8 @@ def _cause(together: list[tuple[Facts, Facts]]) -> tuple[str, str, list[Any]]:
                 if found := re.search(pattern, calls):
                     return cause, lines[found.start()], grads
         return "gradients differ" if belongs == "averaged" else belongs, line, grads
+    if _differ(before, 1e-9) and belongs == "gradients differ":
+        return "other weights", line, before
     is_new = _differ(after, 1e-9) and not _differ(before, 1e-9)
     return "other learning rates or settings" if is_new else "", line, after
 
@@ -200,34 +207,47 @@ def shares(report: Facts) -> Found:
         if None not in batches and len(set(batches)) > 1:
             yield "unequal batches", {**first, "batches": batches}
         # Only where a permutation is shared out: no sampler that draws with replacement.
-        lists = [item[of] for item in items for of in ("indices", "samples")]
-        permuted = all(own and len(set(own)) == len(own) for own in lists)
+        drawn = [item[of] for item in items for of in ("indices", "samples")]
+        permuted = all(each and len(set(each)) == len(each) for each in drawn)
         contents = [item["content"] for item in items]
         if not permuted or len({item["length"] for item in items}) > 1 or not all(contents):
             continue
-        indices, samples = (set(lists[at]).intersection(*lists[at::2]) for at in (0, 1))
         equal = sum(len(set(column)) == 1 for column in zip(*contents, strict=True))
-        # A rank may take its part of a batch that all have drawn.
-        is_divided = first["divided"] and len({tuple(item["inputs"]) for item in items}) > 1
+        indices = set(first["indices"]).intersection(*(item["indices"] for item in items))
         if equal < len(contents[0]) and len(indices) <= report["world"]:
             facts = {**first, "equal": equal, "count": len(contents[0]), "noise": ""}
             if first["noise"]:
                 facts |= {"level": "WARN", "noise": " (they are noise, which each rank drew)"}
             yield "other data", facts
-        elif len(samples) > max(report["world"], len(lists[0]) / 4) and not is_divided:
-            what = f"all ranks draw {len(samples)} of rank 0's {len(lists[0])} samples"
-            yield "equal shares", {**first, "what": what}
+        else:
+            yield from _equal_shares(items, report["world"])
+
+
+def _equal_shares(items: list[Facts], world: int) -> Found:
+    """Find the two ranks that drew most of the same samples, if these are many."""
+    both = {
+        (one["rank"], other["rank"]): len(set(one["samples"]) & set(other["samples"]))
+        for one, other in combinations(sorted(items, key=rank_of), 2)
+        # A rank may take its part of a batch that all have drawn.
+        if not one["divided"] or one["inputs"] == other["inputs"]
+    }
+    pair = max(both, key=lambda ranks: both[ranks], default=())
+    total = len(items[0]["samples"])
+    if pair and both[pair] > max(world, total / 4):
+        ranks = " and ".join(map(str, pair))
+        what = f"ranks {ranks} draw {both[pair]} equal samples of {total} each"
+        yield "equal shares", {**items[0], "what": what}
 
 
 def inputs(report: Facts) -> Found:
     """Find ranks that train on the same batches, which do not come from a loader."""
-    told = events_of(report, "input")
-    by_rank = [[e for e in told if e["rank"] == rank] for rank in range(report["world"])]
+    events = events_of(report, "input")
+    by_rank = [[e for e in events if e["rank"] == rank] for rank in range(report["world"])]
     rows = [row for row in zip(*by_rank, strict=False) if all(e["digests"] for e in row)]
     if len(rows) < 2 or any(event["is_of_batch"] for row in rows for event in row):
         return
-    if all(event["digests"][0] == row[0]["digests"][0] for row in rows for event in row):
-        several = len({row[0]["digests"][0] for row in rows}) > 1
+    if all(event["digests"] == row[0]["digests"] for row in rows for event in row):
+        several = len({tuple(row[0]["digests"]) for row in rows}) > 1
         drawn = any(event["drew"] for row in rows for event in row)
         what = f"all ranks train on the same {len(rows)} batches"
         level = "WRONG" if several and not drawn else "WARN"
@@ -256,12 +276,12 @@ def _combined_after(report: Facts, item: Facts) -> list[Facts] | None:
 
     None if it did neither, as in a run that was cut.
     """
-    own = [event for event in report["events"] if event["rank"] == item["rank"]]
-    steps = [event["clock"] for event in own[own.index(item) :] if event["kind"] == "step"]
+    events = [event for event in report["events"] if event["rank"] == item["rank"]]
+    steps = [event["clock"] for event in events[events.index(item) :] if event["kind"] == "step"]
     if not steps and report["ends"][item["rank"]]["how"] != "ended":
         return None
     until = min(steps, default=math.inf)
-    combined = [event for event in own if event["kind"] == "combined"]
+    combined = [event for event in events if event["kind"] == "combined"]
     return [event for event in combined if item["begun"] < event["clock"] <= until]
 
 

@@ -21,9 +21,13 @@ from torch.overrides import TorchFunctionMode
 
 _current = 0
 _in_use = False  # something was moved to a GPU
+_visible: list[str] = []  # since the first use of one
 
 
 def visible() -> list[str]:
+    """Return the GPUs that this process sees. CUDA reads the variable only once."""
+    if _visible:
+        return _visible
     listed = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(state.each))))
     return [item.strip() for item in listed.split(",") if item.strip()]
 
@@ -41,6 +45,7 @@ def use(device: Any = None) -> int:
     """Return the index of a device, None being the current one, which this rank has to have."""
     global _in_use
     index, count = index_of(device), len(visible())
+    _visible[:] = visible()
     _in_use = True
     if index is None or index < 0:
         return _current
@@ -49,6 +54,14 @@ def use(device: Any = None) -> int:
             record.tell("device by global rank", what=index, devices=count)
         raise RuntimeError(f"CUDA error: invalid device ordinal ({index} of {count} pretended)")
     return index
+
+
+def begin() -> None:
+    """Be a new process, which has used no GPU."""
+    global _current, _in_use
+    _current = 0
+    _in_use = False
+    _visible.clear()
 
 
 def set_device(device: Any) -> None:

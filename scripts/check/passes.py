@@ -172,7 +172,7 @@ def note_inputs(tensors: list[torch.Tensor]) -> None:
     rows = [tensor.shape[0] for tensor in tensors if tensor.dim()]
     for item in latest if rows and is_under_way() else ():
         item.divided = item.divided or rows[0] < item.fetched
-        item.inputs.append(draws.digest(tensors[0]))
+        item.inputs.append(draws.digest(tensors))
 
 
 def backward_begins() -> None:

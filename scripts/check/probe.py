@@ -32,13 +32,18 @@ try:  # each of these modules looks up the names of torch that it needs
     import steps
     import wrapper
     from record import state
+except ModuleNotFoundError as error:
+    MISSING = f"the check needs the package {error.name}, which is not installed here"
 except (ImportError, AttributeError) as error:
-    missing = f"this torch ({torch.__version__}) has no {error.name}: the check knows 2.9 to 2.15"
-    MISSING = f"{missing} ({error})"
+    quoted = re.findall(r"'(\w+)'", str(error))  # of an import the first, of an object the last
+    missing = quoted[0 if isinstance(error, ImportError) else -1]
+    MISSING = f"this torch ({torch.__version__}) has no {missing}: the check knows 2.9 to 2.15"
 else:
     MISSING = ""
-    OWN = [bounds, devices, draws, files, lengths, passes, process_group, record, source]
-    OWN += [stand_ins, starts, steps, wrapper]
+    MODULES = [bounds, devices, draws, files, lengths, passes, process_group, record, source]
+    MODULES += [stand_ins, starts, steps, wrapper]
+FOLDER = os.path.dirname(os.path.abspath(__file__))
+OWN_ERRORS = AttributeError | NameError | TypeError  # if the check itself raises them
 OTHERS = {"SLURM_": "slurm", "OMPI_": "mpi", "PMI_": "mpi"}  # whose variables a script may want
 
 
@@ -122,8 +127,8 @@ def run(connection: Connection, request: dict[str, Any]) -> NoReturn:
     arguments = [item.replace("{node}", str(state.node)) for item in request["arguments"]]
     sys.argv = [path, *bounds.bounded_arguments(arguments)]
     sys.path[0] = os.getcwd() if package is not None else os.path.dirname(path)
-    for own in OWN:  # the script may have modules of these names
-        del sys.modules[own.__name__]
+    for replaced in MODULES:  # the script may have modules of these names
+        del sys.modules[replaced.__name__]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__file__, main.__package__ = path, package
     os._exit = _leave  # type: ignore[assignment]
@@ -163,7 +168,10 @@ def _fail(error: BaseException) -> NoReturn:
         launcher = OTHERS[wanted[0]]
         asks = f"it asks for the variable {error.args[0]}: give --launcher {launcher}"
         record.again(state.world, launcher, asks)
-    for frame in traceback.extract_tb(error.__traceback__):
+    trace = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, OWN_ERRORS) and trace[-1].filename.startswith(FOLDER):
+        message = f"the check itself fails with this torch ({torch.__version__}): {message}"
+    for frame in trace:
         if frame.filename.startswith(state.root):
             line = f"{os.path.relpath(frame.filename, state.root)}:{frame.lineno}"
     calls = [item.calls for item in wrapper.wrappers]
@@ -172,5 +180,5 @@ def _fail(error: BaseException) -> NoReturn:
 
 if __name__ == "__main__":
     if not MISSING:
-        starts.before_a_rank.append(_seed)
+        starts.before_a_rank += [_seed, devices.begin]
     serve(Connection(int(sys.argv[1])))

@@ -15,6 +15,7 @@ COLLECTIVES = (
     "all_gather_coalesced",
     "all_gather_into_tensor",
     "all_gather_object",
+    "all_gather_single",
     "all_reduce",
     "all_reduce_coalesced",
     "all_to_all",
@@ -24,10 +25,13 @@ COLLECTIVES = (
     "broadcast_object_list",
     "gather",
     "gather_object",
+    "gather_into_tensor",
+    "gather_single",
     "monitored_barrier",
     "new_group",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_single",
     "reduce_scatter_tensor",
     "scatter",
     "scatter_object_list",
@@ -86,17 +90,8 @@ def _announced(name: str) -> Any:
             _tell_values(name, passed, tensor)
         if name == "new_group":
             passed["backend"] = "gloo"
-        passed.pop("device_ids", None)  # which gloo does not take
-        is_mean = passed.get("op") == REDUCE_OP.AVG  # nor does it average
-        if is_mean:
-            passed["op"] = REDUCE_OP.SUM
         with record.in_collective:
-            work = real(**passed)
-        if is_mean and tensor is not None:
-            if work is not None:
-                work.wait()
-            tensor.div_(len(ranks))
-        return work
+            return real(**passed)
 
     return collective
 

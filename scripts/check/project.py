@@ -39,11 +39,11 @@ def home_of(script: Path, folder: Path) -> Path:
 def link_around(source: Path, target: Path) -> None:
     """Let ../data and ../../data lead from the copy to where they lead from the folder itself."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    for real, own in list(zip(source.parents, target.parents, strict=False))[:2]:
+    for real, copied in list(zip(source.parents, target.parents, strict=False))[:2]:
         listed = os.scandir(real) if real.name and os.access(real, os.R_OK) else ()
         for entry in itertools.islice(listed, ENTRIES):
-            if not (own / entry.name).exists() and entry.path != str(source):
-                (own / entry.name).symlink_to(entry.path)
+            if not (copied / entry.name).exists() and entry.path != str(source):
+                (copied / entry.name).symlink_to(entry.path)
 
 
 def copy_code(source: Path, target: Path, *wanted: Path) -> None:

@@ -15,6 +15,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import record
 import torch
+import torch.utils.model_zoo
 from record import replaces, state
 
 SETS: dict[str, Any] = {  # torchvision's: an image's shape, classes, training and test samples
@@ -89,7 +90,8 @@ class NoProgram(subprocess.Popen):  # type: ignore[type-arg]
         self._is_text = any(passed.get(name) for name in texts)
         pipes = {name: passed.get(name) == subprocess.PIPE for name in ("stdout", "stderr")}
         self._outputs = [output if pipes["stdout"] else None, "" if pipes["stderr"] else None]
-        self.args, self.returncode, self.pid = args, 0, os.getpid()
+        self.args, self.returncode = args, 0
+        self.pid = 2**30  # of nobody, whom a signal could end
         self.stdin = io.StringIO() if self._is_text else io.BytesIO()  # type: ignore[assignment]
         self.stdout, self.stderr = map(self._file, self._outputs)
 
@@ -176,3 +178,4 @@ with contextlib.suppress(ImportError):
             setattr(_owner, _name, _drawn)
     replaces(torchvision.models.ResNet18_Weights.__base__, name="get_state_dict")(_no_weights)
 torch.hub.load_state_dict_from_url = _no_weights  # type: ignore[assignment]
+torch.utils.model_zoo.load_url = _no_weights  # type: ignore[assignment]

@@ -61,7 +61,7 @@ def _run_as_rank(processes: list[Any]) -> None:
     for prepare in before_a_rank:
         prepare()
     process = processes[state.rank % state.each]
-    process._args = _sent([own._args for own in processes])[state.rank % state.each]
+    process._args = _sent([item._args for item in processes])[state.rank % state.each]
     process.run()
     if state.rank:
         record.leave("ended")

@@ -139,9 +139,9 @@ for _name in ("clip_grad_norm_", "clip_grad_value_"):
 def _finish() -> None:
     """Tell which parameters got gradients that no optimizer takes."""
     for item in wrappers if state.steps > 1 else ():
-        own = [p for p in item.ddp.module.parameters() if id(p) in averaged]
-        rest = [names[id(p)] for p in own if p.grad is not None and id(p) not in _held]
-        if 0 < len(rest) < len(own):
+        trained = [p for p in item.ddp.module.parameters() if id(p) in averaged]
+        rest = [names[id(p)] for p in trained if p.grad is not None and id(p) not in _held]
+        if 0 < len(rest) < len(trained):
             first = ", ".join(rest[:3])
             record.tell("held by no optimizer", line=item.line, count=len(rest), first=first)
 

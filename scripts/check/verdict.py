@@ -17,6 +17,8 @@ NO_GPU = re.compile("NVIDIA|CUDA|nvcc|Triton|cudnn|pretended")
 # Each of these findings explains those behind it, which are not said then.
 EXPLAINS = {
     "unused parameters": ("gradients differ",),
+    "gradients differ": ("other weights",),
+    "nothing is averaged": ("other weights",),
     "equal shares": ("equal random numbers",),
     "trains nothing": ("held by no optimizer",),
 }
@@ -123,9 +125,8 @@ def _could_not(report: Facts, kinds: set[str]) -> str:
         return "it wraps no model in DistributedDataParallel, which is what is judged here"
     if events_of(report, "step"):
         return ""
-    loaded = " It loads a file: what does it go on from?" if events_of(report, "load") else ""
-    epochs = "the check has cut the training to two epochs"
-    return f"no step of an optimizer was seen, and {epochs}.{loaded}"
+    loaded = " (it loads a file: where does it go on?)" if events_of(report, "load") else ""
+    return f"no step of an optimizer was seen in the two epochs of the check{loaded}"
 
 
 def _not_seen(report: Facts) -> Iterator[str]:

@@ -38,7 +38,7 @@ _register = DDP.register_comm_hook
 class Forward:
     """The outermost forward that is under way."""
 
-    depth = told = 0
+    depth = noted = 0
     began: dict[str, int] | None = None  # the random states with which it began
     before: int | None = None  # torch's random state after the last forward
 
@@ -149,17 +149,17 @@ def no_sync(real: Any, self: Any) -> Iterator[None]:
 
 def _note_inputs(tensors: list[Tensor]) -> None:
     """Tell what goes into a forward that is trained, unless a loader's batch went into it."""
-    if not tensors or Forward.told >= MOST:
+    if not tensors or Forward.noted >= MOST:
         return
-    Forward.told += 1
+    Forward.noted += 1
     passes.note_inputs(tensors)
     state_now = draws.marks()["torch"]
     drew = Forward.before is not None and state_now != Forward.before
-    varied = [t for t in tensors if t.numel() > 1 and bool((t != t.flatten()[0]).any())]
-    digests = [draws.digest(tensor) for tensor in varied]
+    digests = [draws.digest(tensor) for tensor in tensors]
     record.tell("input", digests=digests, drew=drew, is_of_batch=passes.is_under_way())
-    for tensor, digest in zip(varied, digests, strict=True) if drew else ():
-        if devices.is_drawn(tensor):
+    for tensor, digest in zip(tensors, digests, strict=True) if drew else ():
+        is_varied = tensor.numel() > 1 and bool((tensor != tensor.flatten()[0]).any())
+        if is_varied and devices.is_drawn(tensor):
             where = "for what goes into a forward"
             same = (where, Forward.before, digest)
             record.tell("equal random numbers", same=same, where=where, name="torch")

@@ -1,5 +1,11 @@
 """When DDP sends gradients: bucket by bucket, while the backward computes the others.
 
+These ranks are CPUs, and use gloo. On GPUs a bucket leaves at the same moment. What happens after
+that depends on NCCL's class. With the one that torch 2.15 takes by default the GPU waits for each
+bucket directly after it was sent, and computes nothing while it travels. TORCH_DIST_USE_NCCL2=0
+chooses the class before it, where the GPU waits for all buckets at the end of the backward.
+train_ddp.py sets this variable. With two GPUs scripts/tools/scaling.py measures which one you have.
+
 It prints in which order gradients come and buckets leave, and the bytes of each bucket.
 """
 

@@ -18,8 +18,8 @@ import sys
 from pathlib import Path
 
 # DDP: with the NCCL class that torch 2.15 takes by default, a GPU computes nothing while gradients
-# travel. 0 chooses the class before it. torch reads this when it is imported. Remove the line when
-# a later torch computes and sends at once with its default.
+# travel. 0 chooses the class before it. Remove the line when a later torch computes and sends at
+# the same time by default.
 os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
 
 import torch
@@ -123,7 +123,7 @@ def main() -> None:
 
         # DDP: each rank evaluates the model that rank 0 saves, with rank 0's running statistics.
         # The other ranks have seen other images, so theirs differ.
-        # NCCL sends contiguous memory only.
+        # A buffer may be a part of a tensor, and only contiguous memory is sent whole.
         for original in raw_model.buffers():
             buffer = original.contiguous()
             dist.broadcast(buffer, src=0)

@@ -90,6 +90,16 @@ def find_differences(summaries: list[dict[str, Any]]) -> list[str]:
     return [f"{name} ({', '.join(v)})" for name, v in found.items() if len({*v}) > 1]
 
 
+def find_short_runs(summaries: list[dict[str, Any]]) -> list[str]:
+    """Return a sentence for each run whose speed includes steps that a longer run leaves out."""
+    timed = [(s["technique"], *(s.get("timed_steps") or (0, 0))) for s in summaries]
+    return [
+        f"{technique} was short, so its images/s are those of steps 2 to {last}.\n"
+        for technique, first, last in timed
+        if first == 2  # a longer run leaves out ten steps
+    ]
+
+
 def read_summary(folder: str) -> dict[str, Any]:
     """Read a run's summary. If there is none, end with one line."""
     path = Path(folder) / "summary.json"
@@ -141,6 +151,7 @@ def main() -> int:
     differences = find_differences(summaries)
     rows = [NAMES, *(build_row(s, summaries[0], not differences) for s in summaries)]
     print(f"\n{table(rows)}\n\n{describe_devices(summaries)}")
+    print(*find_short_runs(summaries), sep="", end="")
     if args.since:
         print(describe_others(args.since, read_usage(args.usage_of)))
     if differences:

@@ -3,7 +3,7 @@
 float64, float32: weights are of that type, and each rank prints their checksum, its last seed and
 the outputs' type. exact: a minimal script without batch normalisation, and in float64.
 
-clock: a step takes a second, the first five a hundred, a save an hour.
+clock: a step takes a second, the first ten a hundred, a save an hour.
 
 watched: under pretended GPUs each rank prints how often it waited for one between two steps, as in
 ALTER_AT=20:45, and which of them it has opened.
@@ -52,7 +52,7 @@ def show_and_leave(before, self, *error):
 
 
 def read_clock():
-    return faults.steps + 99.0 * min(faults.steps, 5) + 3600.0 * saves
+    return faults.steps + 99.0 * min(faults.steps, 10) + 3600.0 * saves
 
 
 def save_slowly(before, *args):

@@ -1,1 +1,1 @@
-"""What a run needs on a real cluster: launchers, the meeting of ranks, the names of lost ranks."""
+"""What a run needs on a real cluster: launchers, the rendezvous, the names of lost ranks."""

@@ -52,6 +52,9 @@ NO_CONNECTION = (
 FIND_SECONDS = 60.0  # more than rank 0 needs to find out who is lost
 HEARTBEAT_SECONDS = 2.0  # after the last answer, a rank that has not answered is lost
 BUSY_SECONDS = 10.0  # in which a rank that answers, but still computes, notices the failure
+# In which the main thread notices it over gloo, when the connection to the lost rank closes. That
+# rank may wait for errors.REPORT_SECONDS before it ends.
+NOTICE_SECONDS = 15.0
 
 
 class LostRank(UserError):
@@ -123,10 +126,11 @@ class Job:
             if not dist.is_initialized() and (is_over or number or is_late):
                 reason = f"no process group after {self.rdzv_timeout:.0f} s" if is_late else ""
                 self._end(number, reason)
+        # A main thread that waits for a GPU cannot notice a failure. NCCL may end the process soon.
+        limit = HEARTBEAT_SECONDS if "nccl" in self.backend else NOTICE_SECONDS
         while not self.has_ended and dist.is_initialized():
             time.sleep(4 * POLL_SECONDS)
-            # A main thread that can notice a failure by itself has time to do so.
-            if self._has_nccl_failed() or time.monotonic() - self.over_since > BUSY_SECONDS:
+            if self._has_nccl_failed() or time.monotonic() - self.over_since > limit:
                 self._end()
 
     def _end(self, number: int = 0, reason: str = "") -> None:

@@ -104,8 +104,10 @@ def _is_reported(error: UserError, info: RankInfo) -> bool:
         return False
     if isinstance(error, RendezvousError | LostRank):
         return error.reported_elsewhere
-    # A stop, a mistake in the flags, and a run that is complete are the same on all ranks.
-    return bool(info.local_rank) and (error.exit_status != 1 or error.reported_elsewhere)
+    # A stop, a mistake in the flags, a file that is missing and a run that is complete are the same
+    # on all ranks.
+    is_same = error.exit_status != 1 or isinstance(error.__cause__, FileNotFoundError)
+    return bool(info.local_rank) and (is_same or error.reported_elsewhere)
 
 
 def _meet(args: argparse.Namespace, info: RankInfo, backend: str) -> Peers:

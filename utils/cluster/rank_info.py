@@ -23,23 +23,17 @@ class Names(NamedTuple):
     local_world_size: str = ""
 
 
+def _of_mpi(prefix: str) -> Names:
+    return Names(f"{prefix}_RANK", f"{prefix}_SIZE", f"{prefix}_LOCAL_RANK", f"{prefix}_LOCAL_SIZE")
+
+
 # Launchers that treat a stopped rank as a crashed one. mpich is any launcher that speaks PMI:
 # MPICH's, Intel MPI's, or srun with --mpi=pmi2. pals is HPE's mpiexec.
 MANAGED = {
     "torchrun": Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "slurm": Names("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-    "mpirun": Names(
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "mvapich": Names(
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
-    ),
+    "mpirun": _of_mpi("OMPI_COMM_WORLD"),
+    "mvapich": _of_mpi("MV2_COMM_WORLD"),
     "pals": Names("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
     "mpich": Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }

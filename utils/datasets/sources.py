@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from utils.errors import UserError
 
-TRAIN_SIZE, TEST_SIZE, IMAGE_SIZE, NUM_CLASSES = 60_000, 10_000, 28, 10  # of each set below
+TRAIN_SIZE, TEST_SIZE = 60_000, 10_000  # of each set below
 
 RAW_FILES = (
     "train-images-idx3-ubyte",

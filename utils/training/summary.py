@@ -55,6 +55,7 @@ def collect_results(
         results |= Metrics(torch.device("cpu"), sums).report(part)
     return results | {
         "train_images_per_second": throughput.images_per_second(),
+        "timed_steps": throughput.timed_steps,  # of this process, the first and the last
         "startup_seconds": throughput.startup_seconds,
         "train_seconds": throughput.train_seconds,
         "total_seconds": seconds_since_start(),

@@ -14,8 +14,8 @@ from torch import nn
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from utils import early
 from utils.device import synchronize
+from utils.start import STARTED
 
 # Left out of images/s. Caches fill and cuDNN chooses, and DDP waits for the GPU in its first ten
 # steps, and later in each hundredth, to time itself.
@@ -103,7 +103,7 @@ class Throughput:
 
 def seconds_since_start() -> float:
     """Return the age of this process in seconds, without the start of the interpreter."""
-    return time.perf_counter() - early.STARTED
+    return time.perf_counter() - STARTED
 
 
 class StepProfiler:
