@@ -166,12 +166,12 @@ WRONG = [
     ("--model my_network:NUMBER", "has no NUMBER to call, but MyNetwork, sized"),
     (
         "--model my_network:sized",
-        "called with no arguments, and it has missing a required argument",
+        "is called with no arguments: missing a required argument",
     ),
     ("--model my_labels:make", "gave Tensor, not an nn.Module"),
     ("--model my_broken:build", r"my_typo\.py, line 2: NameError: name 'torch'"),
     ("--model my_syntax:build", r"my_syntax\.py, line 1: SyntaxError"),
-    ("--dataset my_network:MyNetwork", "is called with 'data', and it has too many"),
+    ("--dataset my_network:MyNetwork", "is called with 'data': too many"),
     ("--dataset my_labels:load", "has no load to call, but make"),
 ]
 
