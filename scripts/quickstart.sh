@@ -93,5 +93,5 @@ cat <<END
 What next:
   see the curves    $PYTHON -m tensorboard.main --logdir $run_dir
   go on training    $(printf '%q ' "${go_on[@]}" "${flags[@]}")--epochs 3 --resume
-  your own model    add a line to MODELS in models.py, and train it with --model NAME
+  your own model    write it into my_network.py, and train it with --model my_network:MyNetwork
 END

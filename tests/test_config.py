@@ -23,6 +23,7 @@ single | --devices 0,1                | uses one device
 single | --threads 1000000            | from 1 to 4096
 single | --seed 4294967296            | is not a whole number
 single | --init-weights ''            | is a variable not set?
+single | --resume --init-weights x.pt | drop one of them
 single | --data-on-device --num-workers 2 | drop --num-workers
 single | --batch 96                   | unrecognized arguments
 single | --replicas 2                 | unrecognized arguments

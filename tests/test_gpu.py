@@ -208,7 +208,7 @@ def test_a_loss_that_is_not_a_number_is_never_saved(training):
     """A GPU's loss is looked at every 50 steps; a checkpoint is looked at before it is written."""
     extra = ["--model", "linear", "--max-steps", 30, "--save-every-steps", 3, "--device", "cuda"]
     ended = training.run("single", *extra, ALTER="nan", ALTER_AT="4")
-    assert "not finite at step 6, which is not saved" in ended.stderr
+    assert "the loss is nan at step 6 in training, which is not saved" in ended.stderr
     saved = state(training.folder)
     assert saved["progress"]["global_step"] == 3
     assert all(tensor.isfinite().all() for tensor in saved["model"].values())

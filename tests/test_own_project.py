@@ -16,6 +16,7 @@ from tests.processes import (
     Training,
     copy_project,
     error_line,
+    metrics,
     run,
     script,
     succeed,
@@ -165,12 +166,12 @@ WRONG = [
     ("--model my_network:NUMBER", "has no NUMBER to call, but MyNetwork, sized"),
     (
         "--model my_network:sized",
-        "called with no arguments, and it has missing a required argument",
+        "is called with no arguments: missing a required argument",
     ),
     ("--model my_labels:make", "gave Tensor, not an nn.Module"),
     ("--model my_broken:build", r"my_typo\.py, line 2: NameError: name 'torch'"),
     ("--model my_syntax:build", r"my_syntax\.py, line 1: SyntaxError"),
-    ("--dataset my_network:MyNetwork", "is called with 'data', and it has too many"),
+    ("--dataset my_network:MyNetwork", "is called with 'data': too many"),
     ("--dataset my_labels:load", "has no load to call, but make"),
 ]
 
@@ -210,3 +211,32 @@ def test_a_copy_of_a_script_runs_under_another_name(where, short_dir, own_folder
     assert (found["script"], found["technique"]) == ("train_birds.py", "ddp")
     again = succeed(run(*words, "--resume", cwd=folder, **path))
     assert "nothing to resume" in again.stdout
+
+
+def test_a_validation_beside_the_test_has_its_own_name_everywhere(short_dir, tmp_path):
+    """A set of 500 to test, of which the first 100 validate."""
+    text, line = (ROOT / "train_single.py").read_text(), "run.end_epoch(test)"
+    few = "DataLoader(torch.utils.data.Subset(test_set, range(100)), 50, **options)"
+    more = f"run.end_epoch(test, val=evaluate(raw_model, {few}, transform, autocast))"
+    assert text.count(line) == 1
+    (tmp_path / "train_mine.py").write_text(text.replace(line, more))
+    words = [
+        "train_mine.py",
+        "--dataset",
+        "synthetic",
+        "--data-dir",
+        short_dir,
+        "--model",
+        "linear",
+    ]
+    words += ["--threads", 1, "--no-progress", "--run-dir", "here"]
+    words = [sys.executable, *words, "--epochs", 2]
+    told = succeed(run(*words, cwd=tmp_path, PYTHONPATH=str(ROOT))).stdout
+    found, rows = summary(tmp_path / "here"), metrics(tmp_path / "here")
+    assert (found["val_count"], found["test_count"]) == (100, 500)
+    assert found["val_correct"] == round(100 * found["val_accuracy"])
+    assert found["val_loss"] != found["test_loss"]
+    for name in ("val_loss", "val_accuracy", "test_loss", "test_accuracy"):
+        assert rows[-1][name] == found[name]
+    assert re.search(r"^val accuracy \d+\.\d+%, \d+ of 100, ", told, re.MULTILINE)
+    assert f"  val_accuracy {rows[-1]['val_accuracy']:.4f}  val_loss " in told

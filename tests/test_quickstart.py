@@ -64,7 +64,7 @@ def test_quickstart_compares_the_three(copy, synthetic_dir):
     assert rows[0][rows[0].index("x", 3) - 1] == "1.00"
     assert "a device is a core of the CPU" in ended.stdout
     assert "single on 2 cores is one process without data parallelism" in ended.stdout
-    for words in ("How to read it", "tensorboard", "MODELS in models.py"):
+    for words in ("How to read it", "tensorboard", "--model my_network:MyNetwork"):
         assert words in ended.stdout
     # What it advises can be copied.
     line = next(line for line in ended.stdout.splitlines() if "--resume" in line)

@@ -134,7 +134,7 @@ def test_without_a_folder_the_latest_run_is_found(tmp_path, monkeypatch):
     for foreign in ("", "[]", '{"state": 7}'):
         (tmp_path / "runs" / f"of others {foreign}").mkdir(parents=True)
         (tmp_path / "runs" / f"of others {foreign}" / "status.json").write_text(foreign)
-    with pytest.raises(UsageError, match=r"no single run below runs/"):
+    with pytest.raises(UsageError, match=r"no single run of yours below runs/"):
         open_any(resume=True)
     for age, (name, technique) in enumerate({"b": "single", "a": "dp", "c": "single"}.items()):
         write_status(Path("runs") / name, technique=technique)
@@ -142,6 +142,9 @@ def test_without_a_folder_the_latest_run_is_found(tmp_path, monkeypatch):
     assert open_any(resume=True)[0] == Path("runs/c")
     assert open_any(resume=True, technique="dp")[0] == Path("runs/a")
     assert open_any()[0] != open_any()[0], "two runs of one second"
+    monkeypatch.setattr(os, "getuid", lambda: os.stat("runs").st_uid + 1)
+    with pytest.raises(UsageError, match="of yours"):  # those above are another user's
+        open_any(resume=True)
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_ctrl_c_while_modules_are_imported_is_quiet(technique, program, count, s
     assert ended.stderr == "" or technique == "spawn"
 
 
-INSTALL = "import os, signal, time; from utils import signals; signals.install_handlers()\n"
+INSTALL = "import os, signal, time; from utils import errors, signals; signals.install_handlers()\n"
 INSTALL += "def kill(name): os.kill(os.getpid(), getattr(signal, name))\n"
 
 NOHUP = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
@@ -145,7 +145,7 @@ def test_of_a_burst_the_first_signal_counts():
 )
 def test_last_words_end_in_time(last_words, said):
     """The main thread waits for something that never comes, as in a collective."""
-    code = f"{INSTALL}signals.before_end({last_words})\n"
+    code = f"{INSTALL}errors.before_end({last_words})\n"
     code += "kill('SIGINT'); kill('SIGINT'); time.sleep(0.3); os.write(1, b'lives ')\n"
     code += "while True: kill('SIGINT'); time.sleep(0.3)"
     ended = run(sys.executable, "-c", code)

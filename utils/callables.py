@@ -82,7 +82,7 @@ def call(flag: str, text: str, *args: Any) -> Any:
         inspect.signature(function).bind(*args)
     except TypeError as error:
         given = ", ".join(map(repr, args)) or "no arguments"
-        raise UsageError(f"{flag} {text} is called with {given}, and it has {error}") from None
+        raise UsageError(f"{flag} {text} is called with {given}: {error}") from None
     except ValueError:  # written in C, it tells no signature
         pass
     return function(*args)

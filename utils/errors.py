@@ -85,8 +85,14 @@ SAME_GPU = (
     "two ranks have the same GPU: start one process for each GPU (torchrun --nproc_per_node, in"
     " Slurm --gpus-per-node and the same number in --ntasks-per-node), or try --backend gloo"
 )
+NO_COMPILER = (
+    "--compile needs a C++ compiler: install gcc and g++, or name them in CC and CXX, or drop"
+    " --compile"
+)
 # A part of an error's text, by PyTorch, a library or the system, and what to say instead.
 KNOWN = {
+    "InvalidCxxCompiler": NO_COMPILER,  # on a CPU
+    "Failed to find C compiler": NO_COMPILER,  # by Triton, on a GPU
     "unable to allocate shared memory": "/dev/shm has no room for the batches of the loader"
     " workers: make it larger (docker run --shm-size 1g), lower --num-workers, or pass"
     " --num-workers 0",

@@ -12,7 +12,6 @@ from types import FrameType
 from typing import NoReturn
 
 from utils.errors import UserError, call_before_end, has_begun, report, run_exit_handlers
-from utils.errors import before_end as before_end
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # A terminal sends Ctrl-C to every process, and launchers pass it on. So one may arrive twice.

@@ -168,6 +168,8 @@ def find_conflict(args: argparse.Namespace) -> str | None:
         return f"this script is one process, and torchrun started {processes}: use train_ddp.py"
     if "" in (args.init_weights, args.run_dir, args.data_dir):
         return "--init-weights, --run-dir or --data-dir is empty: is a variable not set?"
+    if args.resume and args.init_weights:
+        return "--init-weights begins a run, and --resume continues one: drop one of them"
     if args.technique == "single" and args.devices is not None and len(args.devices) > 1:
         return "train_single.py uses one device: name one in --devices, or use train_ddp.py"
     if args.data_on_device and args.num_workers:

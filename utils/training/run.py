@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import data
-from utils import distributed, optim, signals
+from utils import distributed, errors, optim, signals
 from utils.datasets.loader import LONGEST_WAIT
 from utils.datasets.loader import batches as loader_batches
 from utils.device import peak_memory, seed_step, synchronize
@@ -140,7 +140,7 @@ class Run:
         self._status = Status(self.folder, launch, progress)
         if self.is_main:
             write_json(self.folder / "args.json", flags)
-            signals.before_end(self._write_failed)
+            errors.before_end(self._write_failed)
         # Last of what may fail here, where ``__exit__`` would not say that it did.
         self._status.saved()
         self._logger.header(self._facts, note)
@@ -288,7 +288,7 @@ class Run:
             if error is not None and not is_agreed_stop:
                 raise error
             self._finish()
-            signals.before_end(None)
+            errors.before_end(None)
         except BaseException as raised:  # which ``guard`` or ``launch`` explains, and writes
             end_workers()  # or the death of another worker interrupts the rest
             raised.add_note(f"at step {self._progress.global_step}")

@@ -111,13 +111,15 @@ def _check_begin(folder: Path) -> None:
 def _find(resume: bool, launch: dict[str, Any], flags: dict[str, Any]) -> Path:
     """Return the folder of this job's run, with ``resume`` that of the latest run, or a new one."""
     technique = launch["technique"]
-    paths = sorted(ROOT.glob("*/status.json"), key=lambda path: path.stat().st_mtime)
+    found = ROOT.glob("*/status.json")
+    paths = [path for path in found if path.stat().st_uid == os.getuid()]  # not another user's
+    paths.sort(key=lambda path: path.stat().st_mtime)
     for folder in (path.parent for path in reversed(paths)):
         is_latest = resume and read_status(folder).get("technique") == technique
         if is_latest or _goes_on(folder, launch, flags):
             return folder
     if resume:
-        raise UsageError(f"--resume: no {technique} run below {ROOT}/; pass --run-dir")
+        raise UsageError(f"--resume: no {technique} run of yours below {ROOT}/; pass --run-dir")
     new = ROOT / f"{technique}-{time.strftime('%Y%m%d-%H%M%S')}"
     with suppress(FileExistsError):
         new.mkdir(parents=True)
