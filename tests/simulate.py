@@ -88,7 +88,7 @@ def simulate(size):
 
     jobs = [Job(meetings[rank], LIMIT_SECONDS) for rank in others]
     group = [job.store.clone() for job in jobs]  # a connection more, for the process group
-    told, seconds = in_threads(lambda job: job.explain(RuntimeError(BROKEN), 87), jobs)
+    told, seconds = in_threads(lambda job: job.explain(RuntimeError(BROKEN)), jobs)
     named = sum(f"lost rank {lost} (" in str(error) for error in told)
     facts |= {"named_lost": named, "lost_s": seconds, "lost_MB": traffic() - facts["meeting_MB"]}
     del group

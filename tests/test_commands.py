@@ -30,11 +30,12 @@ ELSEWHERE = [
         'f"scripts/minimal/{script}.py"',
     ),
     (r"tensorboard ", "test_training.py", "EventAccumulator("),
+    (r"scripts/gpu_check\.sh --only", "test_gpu.py", "gpu_check.sh"),
 ]
 # Several machines, and schedulers: tests run the commands of the table, which differ in numbers.
 ON_MACHINES = re.compile(r"\$HOST0|\$NODE|^(srun|sbatch|mpirun|HOSTS=)")
 # A reader's own files.
-OWN_FILES = re.compile(r"my_(script|project)|their.train|kubectl|docker ")
+OWN_FILES = re.compile(r"my_(script|project)|their.train|\.\.\./scripts/check|kubectl|docker ")
 PAGES = [path for path in ENGLISH if path.stem != "recipes"]  # tests/test_recipes.py follows them
 TRAINS = re.compile(r"^(?!diff).*train_\w+\.py")
 IS_OWN = re.compile(r"train_.*--(model|dataset) my_")

@@ -8,8 +8,8 @@ checkpoint.pt, also with more epochs or another number of processes. To start ov
 file. After SIGTERM or Ctrl-C the run goes on at the same image. With the same number of processes
 its weights become those of a run that was never stopped, dropout included. Only random transforms
 in the workers of --num-workers draw other numbers then, because new workers begin with new seeds.
-A failed process costs at most the epoch that was being trained. (After a signal to torchrun itself,
-torchrun prints a traceback of its own and ends with 1.)
+A failed process costs at most the epoch that was being trained. (After a signal to itself torchrun
+prints a traceback of its own and ends with 1.)
 
 With this command torchrun starts failed processes again. Without the variable they would read the
 addresses of ended processes. The variable helps with --standalone and --rdzv_backend c10d, but not
