@@ -62,7 +62,7 @@ def to_plain(value: Any, name: str) -> Any:
     """Return a state as ``read_tensors`` can read it: with no numbers and arrays of numpy.
 
     Args:
-        value: anything that ``torch.save`` takes. What is given away is a copy, but for tensors.
+        value: anything that ``torch.save`` takes. The result is a copy, except for its tensors.
         name: of the state, for the message.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Numbers of a training, by their names, as small as the check wants them.
+"""Numbers of a script's training, by their names, as small as the check wants them.
 
 They are bounded where they are written, in code, in a configuration or in a command, and where
 argparse returns them. Lines keep their numbers.

@@ -78,7 +78,8 @@ def on_device(device: Any) -> Iterator[None]:
     set_device(before)
 
 
-PLACES: dict[Any, Any] = {  # what a tensor says of where it is, and what the script is told
+# What a tensor says of where it is, and what the script gets as the answer.
+PLACES: dict[Any, Any] = {
     Tensor.device.__get__: lambda: torch.device("cuda", _current),  # type: ignore[attr-defined]
     Tensor.is_cuda.__get__: lambda: True,  # type: ignore[attr-defined]
     Tensor.get_device: lambda: _current,

@@ -37,7 +37,7 @@ COLLECTIVES = (
     "scatter_object_list",
 )
 BETWEEN_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
-SHOWN = 16  # elements of a tensor whose values are told
+SHOWN = 16  # elements of a tensor whose values are compared
 REDUCE_OP = dist.ReduceOp
 NEEDED = (dist.FileStore, dist.get_process_group_ranks, dist.GroupMember.NON_GROUP_MEMBER)
 

@@ -60,7 +60,7 @@ exit_now = os._exit
 
 
 def replaces(*owners: Any, name: str = "") -> Any:
-    """Put a function in the place of the one of its name in each owner. It gets that one first."""
+    """Replace the function of this name in each owner. The new one gets the old one first."""
 
     def replace(new: Any) -> Any:
         real = getattr(owners[0], name or new.__name__)

@@ -52,7 +52,7 @@ class Settings(dict[str, Any]):
 
 
 def tracker(name: str) -> MagicMock:
-    """Return a stand-in for a package that logs a training, such as TensorBoard."""
+    """Return a stand-in for a package that logs runs, such as TensorBoard."""
     settings = Settings()
 
     def open_one(log_dir: Any = "runs", *args: Any, **keywords: Any) -> MagicMock:

@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-MOST = 40  # forwards whose inputs are told
+MOST = 40  # forwards whose inputs are compared
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 Loaded = namedtuple("Loaded", "missing_keys unexpected_keys")

@@ -58,7 +58,7 @@ def time_all_reduce(device: torch.device, most: int = SIZES[-1]) -> list[Timing]
 
 
 def _seconds_of(calls: int, values: torch.Tensor) -> float:
-    """Return the seconds of a call, of so many that follow one another. Collective."""
+    """Return the seconds of one call, where several follow one another. Collective."""
     largest(0)  # all begin together
     if values.device.type != "cuda":
         begin = time.perf_counter()

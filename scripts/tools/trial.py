@@ -1,4 +1,4 @@
-"""Functions that several tools use: a parser, an exit status, a training with a time limit."""
+"""Functions that several tools use: a parser, an exit status, a run with a time limit."""
 
 import argparse
 import json

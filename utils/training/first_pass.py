@@ -47,8 +47,8 @@ def first_pass(
     that cuDNN tries. Afterwards parameters, buffers, gradients and generators are as they were. The
     samplers have not moved, and no loader worker has been started.
 
-    DDP also makes its final buckets. It groups the gradients anew after its first backward, in the
-    order in which they came. Sums over three or more ranks then differ in their last bit. After
+    DDP also makes its final buckets. It groups the gradients once more after its first backward, in
+    the order in which they came. Sums over three or more ranks then differ in their last bit. After
     this pass a fresh run and a resumed one compute the same bits.
 
     Args:
