@@ -278,7 +278,7 @@ told = open(f"{folder}/rank{rank}.jsonl", "a")
 networks, wrapped, read, steps = [], [], [], 0
 build, load, loss = models.build_model, data.load_tensors, F.cross_entropy
 clip, step = torch.nn.utils.clip_grad_norm_, torch.optim.SGD.step
-make = torch.nn.parallel.DistributedDataParallel.__init__
+make, propagate = torch.nn.parallel.DistributedDataParallel.__init__, torch.Tensor.backward
 
 class Watched(torch.utils.data.TensorDataset):
     def __getitem__(self, index):
@@ -291,8 +291,8 @@ def tell(**facts):
 def count_forward(network, inputs):
     network.part.add_(rank)
 
-def build_model(name):
-    network = build(model.removesuffix(" part"))
+def build_model(name, *rest):
+    network = build(model.removesuffix(" part"), *rest)
     if model.endswith(" part"):  # a buffer that is every second column, and differs on each rank
         network.register_buffer("part", torch.zeros(2, 4)[:, ::2])
         network.register_forward_pre_hook(count_forward)
@@ -307,11 +307,14 @@ def cross_entropy(logits, labels, **how):
     global steps
     if not how:
         steps += 1
-        sends = [model.require_backward_grad_sync for model in wrapped]
-        tell(images=read[-len(labels):], seed=torch.initial_seed(), sends=sends)
+        tell(images=read[-len(labels):], seed=torch.initial_seed())
         if steps == int(stop):
             os.kill(os.getpid(), signal.SIGTERM)
     return loss(logits, labels, **how)
+
+def backward(loss, *args):
+    tell(sends=[model.require_backward_grad_sync for model in wrapped])
+    return propagate(loss, *args)
 
 def clip_grad_norm_(*args):
     norm = clip(*args)
@@ -329,7 +332,7 @@ def load_tensors(*where):
 
 data.load_tensors = load_tensors
 torch.nn.utils.clip_grad_norm_, torch.optim.SGD.step = clip_grad_norm_, sgd_step
-torch.nn.parallel.DistributedDataParallel.__init__ = wrap
+torch.nn.parallel.DistributedDataParallel.__init__, torch.Tensor.backward = wrap, backward
 runpy.run_path(script, run_name="__main__")
 for network in networks:
     tell(part=network.part.tolist())
@@ -376,22 +379,26 @@ def test_the_rate_follows_the_global_batch(script, ranks, batch, expected, short
 
 
 def test_a_stop_between_micro_steps_and_another_number_of_ranks(short_dir, tmp_path):
-    """Each image is used once in the epoch, by two ranks before the stop and by one after it.
-
-    And the gradients are sent once a step, not by each backward.
-    """
+    """Each image is used once in the epoch, by two ranks before the stop and by one after it."""
     flags = ["--grad-accum-steps", 2, "--batch-size"]
     ended, found = watch("ddp_complete", 2, tmp_path, short_dir, *flags, 24, stop=3)
     assert f"stopped: the next start goes on after {11 * STEP} images\n" in ended.stdout
     seeds = [seed for rank in found for seed in facts(rank, "seed")]
     assert len({*seeds}) == len(seeds) == 2 * 22, "other random numbers for each rank and batch"
-    assert [facts(rank, "sends") for rank in found] == [[[False], [True]] * 11] * 2
+    assert facts(found[0], "sends") == [[False], [True]] * 11
     used = [image for rank in found for batch in facts(rank, "images") for image in batch]
     (tmp_path / "rank0.jsonl").unlink()
     ended, found = watch("ddp_complete", 1, tmp_path, short_dir, *flags, 48)
     result(ended)
     used += [image for batch in facts(found[0], "images") for image in batch]
     assert sorted(used) == [*range(IMAGES)]
+
+
+def test_gradients_are_sent_once_a_step(short_dir, tmp_path):
+    """By the long script; the test above shows it of the complete one."""
+    flags = ["--max-steps", 2, "--grad-accum-steps", 2, "--run-dir", tmp_path / "run"]
+    _, (rank, _) = watch("../../train_ddp", 2, tmp_path, short_dir, *flags)
+    assert facts(rank, "sends")[-4:] == [[False], [True]] * 2  # after the pass before the training
 
 
 def test_gradients_are_clipped_by_their_true_size_in_fp16(short_dir, tmp_path):
