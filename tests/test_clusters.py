@@ -18,7 +18,6 @@ from tests.launches import LAUNCH_TABLE, SHORT, finish_all, launch
 from tests.processes import (
     ROOT,
     environment,
-    error_lines,
     free_port,
     run,
     stray_processes,
@@ -49,14 +48,6 @@ def test_mpirun_side_by_side(synthetic_dir, tmp_path, expected):
         (ended,) = finish_all(processes, 120)
         assert ended.returncode == 0, ended.text
         assert summary(tmp_path / str(job))["weights_sha256"] == expected
-
-
-@needs_mpirun
-def test_one_line_under_mpirun(synthetic_dir, tmp_path):
-    flags = f"--dataset synthetic --data-dir {synthetic_dir} --backend mpi"
-    (ended,) = finish_all(launch(LAUNCH_TABLE["mpirun"], flags, **MPI), 120)
-    assert ended.returncode != 0
-    assert len(error_lines(ended)) == 1, ended.text
 
 
 @pytest.fixture(scope="module")

@@ -170,14 +170,13 @@ def test_who_does_not_come_to_the_process_group_is_named(how, when, rank, proces
     assert "on all ports" not in ended.text, ended.text
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGSTOP", marks=SLOW)])
-def test_who_waits_for_the_process_group_hears_a_loss_and_a_signal(how, training):
+@pytest.mark.slow
+def test_a_signal_ends_the_waiting_for_the_process_group(training):
     """Nothing can interrupt that wait, which might last for --rdzv-timeout."""
     extra = ["--model", "linear", "--rdzv-timeout", 300]
-    process, flag = start_altered(training, how, "group", 1, *extra, technique="spawn")
+    process, flag = start_altered(training, "SIGSTOP", "group", 1, *extra, technique="spawn")
     wait_until(flag.exists)
-    if how == "SIGSTOP":  # then nobody knows, but it is asked when a signal comes
-        process.terminate()
+    process.terminate()
     said = ""
     while "rank 0 lost rank 1 (" not in said and process.poll() is None:
         said = process.stderr.readline()
