@@ -159,11 +159,9 @@ def test_on_gpus_devices_are_named(monkeypatch):
     ("tool", "flags", "words"),
     [
         (benchmark, ["--global-batch-sizes", "65"], "65 cannot be shared out among 2 devices"),
-        (benchmark, ["--models", "lenet"], "'lenet' is none of convnet"),
         (benchmark, ["--device", "xpu"], "this machine (with this torch) offers"),
         (scaling, ["--bandwidth", "1"], "give all, or none"),
         (scaling, [], "start it with torchrun"),
-        (benchmark, ["--", "--run-dir", "x"], "--run-dir after --"),
         (benchmark, ["--", "--threads=2"], "--threads=2 after -- is set by the benchmark itself"),
     ],
 )
@@ -244,11 +242,8 @@ def test_scaling_measures_and_predicts():
     flags = ["--model", "mlp", "--batch-size", 16, "--device", "cpu"]
     script = ROOT / "scripts" / "tools" / "scaling.py"
     told = succeed(run(*STANDALONE, 2, script, *flags, timeout=290)).stdout
-    assert "mlp, 16 images on each of 2 devices" in told
     assert re.search(r"buckets full in the backward: 0.94 MB at [\d.]+ ms\n", told)
-    assert re.search(r"DDP, predicted: [\d.]+ ms if it sends during the backward, [\d.]+ aft", told)
     assert re.search(r"DDP, measured: [\d.]+ ms", told)
-    assert re.search(r"^1 +[\d.]+ +1.00 +100%$", told, re.MULTILINE)
 
 
 @pytest.mark.slow

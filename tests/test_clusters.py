@@ -18,7 +18,6 @@ from tests.launches import LAUNCH_TABLE, SHORT, finish_all, launch
 from tests.processes import (
     ROOT,
     environment,
-    error_lines,
     free_port,
     run,
     stray_processes,
@@ -49,14 +48,6 @@ def test_mpirun_side_by_side(synthetic_dir, tmp_path, expected):
         (ended,) = finish_all(processes, 120)
         assert ended.returncode == 0, ended.text
         assert summary(tmp_path / str(job))["weights_sha256"] == expected
-
-
-@needs_mpirun
-def test_one_line_under_mpirun(synthetic_dir, tmp_path):
-    flags = f"--dataset synthetic --data-dir {synthetic_dir} --backend mpi"
-    (ended,) = finish_all(launch(LAUNCH_TABLE["mpirun"], flags, **MPI), 120)
-    assert ended.returncode != 0
-    assert len(error_lines(ended)) == 1, ended.text
 
 
 @pytest.fixture(scope="module")
@@ -167,36 +158,6 @@ def test_srun(slurm, synthetic_dir, tmp_path, expected):
     (ended,) = finish_all(launch(command, flags, **slurm), 120)
     assert ended.returncode == 0, ended.text
     assert summary(tmp_path / "run")["weights_sha256"] == expected
-
-
-def test_srun_with_a_rank_too_few(slurm, synthetic_dir):
-    """A variable that contradicts Slurm's: the ranks do not wait for ever."""
-    command = "WORLD_SIZE=3 RANK=0 python train_ddp.py --rdzv-timeout 4"
-    flags = f"--dataset synthetic --data-dir {synthetic_dir}"
-    ended = run("srun", "bash", "-c", f"{command} {flags}", **slurm)
-    assert ended.returncode == 1
-    assert "missing: 1, 2." in ended.stderr
-
-
-@pytest.mark.parametrize(
-    ("option", "visible"),
-    [("--gpus-per-task=1", ["0", "1", "0", "1"]), ("--gpus-per-node=2", ["0,1"] * 4)],
-)
-def test_the_gpus_that_slurm_shows_a_task(option, visible, slurm, tmp_path):
-    """One each, or all of the node; utils/distributed.py takes both."""
-    (tmp_path / "tasks").mkdir()
-    probe = tmp_path / "probe.py"
-    probe.write_text(
-        "import os, pathlib\n"
-        "told = [os.environ[name] for name in ('SLURM_LOCALID', 'CUDA_VISIBLE_DEVICES')]\n"
-        f"pathlib.Path('{tmp_path}/tasks', os.environ['SLURM_PROCID']).write_text(' '.join(told))"
-    )
-    output, script = tmp_path / "out", str(ROOT / "scripts" / "slurm.sbatch")
-    sizes = ("--nodes", "2", "--ntasks-per-node", "2", "--cpus-per-task", "1")
-    job = sbatch(slurm, *sizes, option, "--output", str(output), script, SCRIPT=str(probe))
-    wait_until(lambda: job_state(slurm, job) == "COMPLETED")
-    told = [(tmp_path / "tasks" / str(rank)).read_text().split() for rank in range(4)]
-    assert told == [[str(rank % 2), visible[rank]] for rank in range(4)]
 
 
 ONE_NODE = ("--nodes", "1", "--ntasks-per-node", "2", "--cpus-per-task", "1", "--output")

@@ -1,4 +1,4 @@
-"""The doctor finds what it is asked to find, on the facts of ranks and for real."""
+"""The doctor finds what it is asked to find, and its figures and scaling.py's are the link's."""
 
 import re
 import socket
@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import collectives
 import doctor
 import pytest
+import scaling
 import torch
 
-from tests.processes import ROOT, error_line, free_port, run, succeed
+from tests.processes import ROOT, STANDALONE, error_line, free_port, run, succeed
 
 DOCTOR = ROOT / "scripts" / "tools" / "doctor.py"
 
@@ -71,7 +72,7 @@ def test_what_is_known_of_a_gpu(monkeypatch):
 
 
 class SlowLink:
-    """A link of four ranks, with its clock: 20 us for each call, and 10 MB/s."""
+    """A link of four ranks, with its clock: 5 us for each message, and 10 MB/s."""
 
     ReduceOp = SimpleNamespace(MAX=None)
     now = 0.0
@@ -84,36 +85,62 @@ class SlowLink:
 
     def all_reduce(self, values, op=None):
         if values.is_floating_point():  # not one of the agreements, which go another way
-            sent = 2 * 3 / 4 * values.numel() * 4
-            self.now += 20e-6 + sent / 10e6
+            self.now += 2 * 3 * (5e-6 + values.numel() * 4 / 4 / 10e6)
             values.mul_(5)  # 2 of this rank; 1, 3 and 4 of the others
 
     def perf_counter(self):
         return self.now
 
+    def init_process_group(self, backend):
+        pass
 
-def test_the_figures_are_those_of_the_link(monkeypatch):
-    link = SlowLink()
-    monkeypatch.setattr(collectives, "dist", link)
-    monkeypatch.setattr(collectives, "time", link)
+    barrier = destroy_process_group = lambda self: None
+
+
+@pytest.fixture
+def link(monkeypatch):
+    slow = SlowLink()
+    monkeypatch.setattr(collectives, "dist", slow)
+    monkeypatch.setattr(collectives, "time", slow)
+    monkeypatch.setattr(scaling, "dist", slow)
+    return slow
+
+
+def test_the_doctor_tells_the_figures_of_the_link(link):
     smallest, first, *rest = timings = collectives.time_all_reduce(torch.device("cpu"))
-    assert smallest.seconds == pytest.approx(20e-6 + 6e-6 / 10)
-    assert first.seconds == pytest.approx(20e-6 + 1.5 * 2**20 / 10e6)
+    assert smallest.seconds == pytest.approx(30e-6 + 6e-6 / 10)
+    assert first.seconds == pytest.approx(30e-6 + 1.5 * 2**20 / 10e6)
     assert first.bus_bandwidth(4) == pytest.approx(10e6, rel=1e-3)
     assert all(timing.is_right for timing in timings)
     assert [timing.size for timing in rest] == [4 * 2**20], "the next one would take seconds"
     told = doctor.check_all_reduce(torch.device("cpu"), 4).found
-    assert told == "21 us for 4 B; 1 MiB 0.010 GB/s; 4 MiB 0.010 GB/s"
+    assert told == "31 us for 4 B; 1 MiB 0.010 GB/s; 4 MiB 0.010 GB/s"
+
+
+def test_scaling_tells_them_too_and_predicts_with_them(link, monkeypatch, capsys):
+    monkeypatch.setattr(scaling, "DistributedDataParallel", lambda model, **_: model)
+    monkeypatch.setattr(scaling, "ROUNDS", 1)
+    monkeypatch.setattr(scaling, "setup_device", lambda *_, **__: torch.device("cpu"))
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    words = "--model linear --batch-size 4 --device cpu"
+    assert scaling.run(scaling.parse_args(words.split())) == 0
+    told = capsys.readouterr().out
+    assert "\nlink: 0.010 GB/s, 5 us a message\n" in told
+    alone, late = (
+        float(re.search(f"{words} ([0-9.]+)", told)[1]) for words in ("alone:", "backward,")
+    )
+    size = 4 * 7850  # gradients: a ring sends 1.5 times as many bytes in six messages
+    assert late - alone == pytest.approx(1e3 * (6 * 5e-6 + 1.5 * size / 10e6), abs=0.3)
 
 
 def test_two_processes_for_real():
-    ended = succeed(run(sys.executable, DOCTOR, "--nprocs", 2, "--threads", 1))
+    ended = succeed(run(*STANDALONE, 2, DOCTOR, "--threads", 1))
     rows = {line[:12].strip(): line[14:].split(None, 1) for line in ended.stdout.splitlines()}
     assert f"2 processes on {socket.gethostname()}" in rows["rendezvous"][1]
-    assert rows["all-reduce"][0] == "ok"
-    assert re.search(
-        r"^[\d,]+ us for 4 B; 1 MiB [\d.]+ GB/s; 4 MiB ", rows["all-reduce"][1][2:].strip()
-    )
+    state, told = rows["all-reduce"]
+    assert state == "ok"
+    assert re.match(r" *[\d,]+ us for 4 B; 1 MiB [\d.]+ GB/s; 4 MiB ", told)
     assert rows["open files"][1].endswith("for a process")
 
 

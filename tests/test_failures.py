@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import time
 from contextlib import suppress
 
 import pytest
@@ -16,8 +15,7 @@ from utils import errors
 from utils.cluster.job import LOST_IN_TRAINING, Job, LostRank, Report
 from utils.cluster.rendezvous import Peer, Peers
 
-TIMEOUT = 20  # seconds; more than ranks on a busy machine are apart
-SOON = 200  # no measure: only a wait for what never comes takes longer
+TIMEOUT = 10  # seconds; more than ranks on a busy machine are apart
 UNKNOWN = LOST_IN_TRAINING
 SLOW = pytest.mark.slow
 LONG = ["--model", "mlp", "--max-steps", 400, "--save-every-steps", 2, "--no-tensorboard"]
@@ -38,7 +36,7 @@ def start_altered(training, how, when, rank, *extra, technique="ddp", **more):
 
 
 def fail(training, how, when, rank, *extra, then=signal.SIGKILL, **more):
-    """Let one rank go wrong; return what came of it, and when it went wrong.
+    """Let one rank go wrong, and return what came of it.
 
     Args:
         then: the signal for a rank that was stopped, once another one has named it.
@@ -48,72 +46,73 @@ def fail(training, how, when, rank, *extra, then=signal.SIGKILL, **more):
     if how == "SIGSTOP":
         while process.poll() is None and ".py: error: " not in said:
             said += process.stderr.readline()
-        assert time.time() - flag.stat().st_mtime < SOON, said
         os.kill(int(flag.read_text()), then)  # launchers wait half a minute for it
     ended = finish(process, 120)
     ended.stderr = said + ended.stderr
     assert ended.returncode == 1, ended.text
-    assert "Exception raised from" not in ended.text, "C++ frames"
-    return ended, flag.stat().st_mtime
+    return ended
 
 
-def check_status(training, rank, begin, words, step=7):
-    """Rank 0 has written soon who is lost. What takes longer is the launcher's end."""
+def check_status(training, rank, words, step=7):
+    """Rank 0 has written who is lost, at which step, and why."""
     told = training.status
     assert (told["state"], told["ranks"]) == ("failed", [rank]), told
     assert f"rank 0 lost rank {rank} (" in told["reason"], told
     assert f" at step {step}: " in told["reason"], told
     assert words in told["reason"], told
-    assert (training.folder / "status.json").stat().st_mtime - begin < SOON
 
 
 @pytest.mark.parametrize(
     ("how", "rank", "processes", "cause"),
     [
-        ("SIGSTOP", 1, 2, UNKNOWN),
         ("raise", 1, 2, "ArithmeticError: wrong on purpose"),
         ("raise", 0, 2, "ArithmeticError: wrong on purpose"),
         pytest.param("leave", 1, 3, UNKNOWN, marks=SLOW),
         pytest.param("SIGKILL", 1, 3, UNKNOWN, marks=SLOW),
-        pytest.param("SIGSTOP", 0, 3, UNKNOWN, marks=SLOW),
         pytest.param("SIGKILL", 0, 2, UNKNOWN, marks=SLOW),
         pytest.param("nan", 1, 2, "the loss is nan at step 8 on rank 1", marks=SLOW),
     ],
 )
 def test_the_rank_that_failed_is_named(how, rank, processes, cause, training):
     busy = {"ALTER_BUSY": "2"} if how == "leave" else {}  # one computes when the rank leaves
-    ended, begin = fail(training, how, 7, rank, *LONG, processes=processes, **busy)
+    ended = fail(training, how, 7, rank, *LONG, processes=processes, **busy)
     healthy = [other for other in range(processes) if other != rank]
     assert not any(f"lost rank {other} (" in ended.text for other in healthy), ended.text
     if how not in ("raise", "nan"):  # these say it themselves, and torchrun ends the others
         assert sum("lost rank" in line for line in error_lines(ended)) == 1, ended.text
     if rank:
-        check_status(training, rank, begin, cause, 8 if how == "nan" else 7)
-    if rank == 0:  # whose store ends with it
+        check_status(training, rank, cause, 8 if how == "nan" else 7)
+    else:  # its store ends with it
         assert any("lost rank 0 (" in line and cause in line for line in error_lines(ended))
-    assert cause in ended.text, ended.text
     assert training.is_saved()
     assert cause in ended.text.partition("FAILED")[2] or how == "nan", "torchrun's summary"
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGSTOP", marks=SLOW)])
-def test_without_a_launcher_too(how, training):
-    ended, begin = fail(training, how, 7, 1, *LONG, technique="spawn")
-    check_status(training, 1, begin, UNKNOWN)
-    first, *others = error_lines(ended)
-    assert "rank 0 lost rank 1 (" in first
-    assert all("rank 1 (pid " in line and "killed by SIGKILL" in line for line in others), others
-    assert len(others) == 1 or (how, others) == ("SIGSTOP", [])  # which is killed in the end
+def test_a_rank_that_stalls_is_named_and_hears_it_when_it_wakes(training):
+    """It does not blame those that went on."""
+    ended = fail(training, "SIGSTOP", 7, 1, *LONG, then=signal.SIGCONT)
+    check_status(training, 1, UNKNOWN)
+    (woken,) = (line for line in error_lines(ended) if "rank 0 lost rank 1 (" not in line)
+    assert "gave up this rank" in woken or "was slower than --timeout" in woken
+
+
+def test_without_a_launcher_too(training):
+    ended = fail(training, "SIGKILL", 7, 1, *LONG, technique="spawn")
+    check_status(training, 1, UNKNOWN)
+    by_rank_0, by_parent = error_lines(ended)
+    assert "rank 0 lost rank 1 (" in by_rank_0
+    assert "rank 1 (pid " in by_parent
+    assert "killed by SIGKILL" in by_parent
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
     [
         ("frozen", "params, while rank "),
-        ("batches", "training data: "),
         ("answers", "test data: "),
-        ("buffer", "queue: float32 (3,), rank 0 None"),
-        ("code", "the class ConvNet with the hash: "),
+        pytest.param("batches", "training data: ", marks=SLOW),
+        pytest.param("buffer", "queue: float32 (3,), rank 0 None", marks=SLOW),
+        pytest.param("code", "the class ConvNet with the hash: ", marks=SLOW),
     ],
 )
 def test_ranks_that_differ_are_named_before_the_first_step(how, message, training):
@@ -155,37 +154,29 @@ def test_calls_of_the_same_size_are_told_apart(tmp_path):
 @pytest.mark.parametrize(
     ("how", "when", "rank", "processes"),
     [
-        ("SIGSTOP", "data", 1, 2),
         ("SIGSTOP", "group", 0, 2),
-        pytest.param("SIGSTOP", "data", 0, 3, marks=SLOW),
+        pytest.param("SIGSTOP", "data", 1, 3, marks=SLOW),
         pytest.param("leave", "data", 1, 3, marks=SLOW),
         pytest.param("leave", "group", 0, 2, marks=SLOW),
     ],
 )
 def test_who_does_not_come_to_the_process_group_is_named(how, when, rank, processes, training):
     """Rank 0's store is that of the group: while it is stopped PyTorch waits without a limit."""
-    extra = ["--model", "linear", "--rdzv-timeout", 15]
-    ended, _ = fail(training, how, when, rank, *extra, processes=processes)
+    extra = ["--model", "linear", "--rdzv-timeout", TIMEOUT]
+    ended = fail(training, how, when, rank, *extra, processes=processes)
     assert f" lost rank {rank} (" in ended.text, ended.text
     healthy = [other for other in range(processes) if other != rank]
     assert not any(f"lost rank {other} (" in ended.text for other in healthy), ended.text
     assert "on all ports" not in ended.text, ended.text
 
 
-def test_a_rank_that_wakes_does_not_blame_those_that_went_on(training):
-    ended, _ = fail(training, "SIGSTOP", 7, 1, *LONG, then=signal.SIGCONT)
-    (woken,) = (line for line in error_lines(ended) if "rank 0 lost rank 1 (" not in line)
-    assert "gave up this rank" in woken or "was slower than --timeout" in woken
-
-
-@pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGSTOP", marks=SLOW)])
-def test_who_waits_for_the_process_group_hears_a_loss_and_a_signal(how, training):
+@pytest.mark.slow
+def test_a_signal_ends_the_waiting_for_the_process_group(training):
     """Nothing can interrupt that wait, which might last for --rdzv-timeout."""
     extra = ["--model", "linear", "--rdzv-timeout", 300]
-    process, flag = start_altered(training, how, "group", 1, *extra, technique="spawn")
+    process, flag = start_altered(training, "SIGSTOP", "group", 1, *extra, technique="spawn")
     wait_until(flag.exists)
-    if how == "SIGSTOP":  # then nobody knows, but it is asked when a signal comes
-        process.terminate()
+    process.terminate()
     said = ""
     while "rank 0 lost rank 1 (" not in said and process.poll() is None:
         said = process.stderr.readline()
@@ -195,11 +186,11 @@ def test_who_waits_for_the_process_group_hears_a_loss_and_a_signal(how, training
     finish(process, 120)
 
 
-@pytest.mark.parametrize("how", ["SIGSTOP", pytest.param("SIGKILL", marks=SLOW)])
+@pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGSTOP", marks=SLOW)])
 def test_rank_0_does_not_write_the_results(how, training):
     """The others have nothing left to do, and nobody else would notice."""
     extra = ["--model", "linear", "--max-steps", 20, "--no-tensorboard", "--timeout", TIMEOUT]
-    ended, _ = fail(training, how, "results", 0, *extra)
+    ended = fail(training, how, "results", 0, *extra)
     assert "rank 1 lost rank 0 (" in ended.text
     assert not (training.folder / "summary.json").exists()
 
@@ -226,13 +217,8 @@ def test_an_error_of_nccl_is_explained_once(monkeypatch):
     ("text", "said"),
     [
         ("CUDA out of memory. Tried to allocate 20.00 MiB", "out of memory: lower --batch-size"),
-        ("CUDA error: out of memory", "out of memory: lower --batch-size"),
         ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`", "cuBLAS got no"),
-        ("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED", "cuDNN does not start"),
-        ("CUDA-capable device(s) is/are busy or unavailable", "the GPU is busy or unavailable"),
         ("Duplicate GPU detected : rank 0 and rank 1", "--ntasks-per-node"),
-        ("Multiple Ranks are using the same GPU/Partition", "NCCL_MULTI_RANK_GPU_ENABLE=1"),
-        ("Failed to initialize NCCL communicator: invalid usage (run with", "have the same GPU"),
         ("CUDA error: no kernel image is available", "Tesla V100, a GPU of capability 7.0 (it has"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import shutil
 import signal
 import socket
@@ -203,13 +204,18 @@ def test_a_name_server_that_never_answers_costs_little(training, tmp_path):
     succeed(ended)
 
 
-def test_the_doctor_finds_names_that_resolve_to_loopback(hosts, synthetic_dir, tmp_path):
+def test_the_doctor_finds_a_slow_link_and_names_that_resolve_to_loopback(hosts, synthetic_dir):
     command = LAUNCH_TABLE["variables by hand"].replace("train_ddp.py", "scripts/tools/doctor.py")
     flags = f"--dataset synthetic --data-dir {synthetic_dir} --threads 1"
     network = hosts(2, resolve=False)
+    limit = "tbf rate 200mbit burst 70kb latency 50ms"
+    for name in network.names:
+        succeed(run("tc", "-n", name, *f"qdisc add dev eth0 root {limit}".split()))
     ended = finish_all(network.launch(f"{command} {flags}"), 120)
     assert [one.returncode for one in ended] == [0, 0], ended
     (found,) = [line for line in ended[0].stdout.splitlines() if line.startswith("hostnames")]
     assert "warning" in found
     assert "node0 resolves to 127.0.1.1; node1 resolves to 127.0.1.1" in found
     assert "gloo: eth0 on node0, eth0 on node1" in ended[0].stdout
+    found = re.search(r"; 4 MiB ([0-9.]+) GB/s", ended[0].stdout)[1]
+    assert 0.015 < float(found) < 0.027, "200 Mbit are 0.025 GB"

@@ -30,7 +30,7 @@ from utils.errors import UsageError
 
 # Their tests are in test_clusters.py and test_hosts.py.
 ELSEWHERE = ("srun", "mpirun", "sbatch", "script, over ssh")
-SLOW = ("torchrun, elastic", "script, several machines")
+SLOW = ("torchrun, elastic", "torchrun, static", "script, one machine", "script, several machines")
 
 
 @pytest.mark.parametrize(
@@ -42,10 +42,14 @@ SLOW = ("torchrun, elastic", "script, several machines")
     ],
 )
 def test_every_way_reaches_the_same_weights(method, synthetic_dir, tmp_path, expected):
-    """A shell starts the launch scripts, and the same commands in test_hosts.py."""
+    """A shell starts the launch scripts, and the same commands in test_hosts.py.
+
+    What a shell still has of another job does no harm, where one machine needs no address.
+    """
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
     command = LAUNCH_TABLE[method]
-    for ended in finish_all(launch(command, flags, "scripts/" in command), 90):
+    stale = {"MASTER_ADDR": "192.0.2.1"} if method == "no launcher, one machine" else {}
+    for ended in finish_all(launch(command, flags, "scripts/" in command, **stale), 90):
         assert ended.returncode == 0, ended.text
         assert "resource_tracker" not in ended.stderr, "a semaphore was left"
     found = summary(tmp_path / "run")
@@ -107,10 +111,6 @@ def open_mpi(prefix, rank, size, local_rank, local_size):
             SLURM | {"SLURM_STEP_NODELIST": "rack[1-2]node[03-05,9],other"},
             RankInfo("slurm", 3, 4, 1, None, "rack1node03", 7),
         ),
-        (
-            SLURM | {"SLURM_STEP_NODELIST": "node7,node8"},
-            RankInfo("slurm", 3, 4, 1, None, "node7", 7),
-        ),
         # The batch script itself, in which no step has started.
         ({name: value for name, value in SLURM.items() if "STEP" not in name}, RankInfo("alone")),
         (open_mpi("OMPI", "3", "4", "1", "2"), RankInfo("mpirun", 3, 4, 1, 2)),
@@ -122,11 +122,9 @@ def open_mpi(prefix, rank, size, local_rank, local_size):
         (SLURM | HYDRA, RankInfo("mpich", 1, 4, 0, 2, master_port=7)),
         # srun --mpi=pmi2
         (
-            SLURM | PMI | {"SLURM_STEP_NODELIST": "node7"},
+            SLURM | PMI | {"SLURM_STEP_NODELIST": "node7,node8"},
             RankInfo("slurm", 3, 4, 1, None, "node7", 7),
         ),
-        (PMI, RankInfo("mpich", 1, 4)),
-        (HYDRA, RankInfo("mpich", 1, 4, 0, 2)),
         (open_mpi("MV2", "3", "4", "1", "2"), RankInfo("mvapich", 3, 4, 1, 2)),
         (
             PMI | {"PALS_RANKID": "1", "PALS_LOCAL_RANKID": "0", "PALS_LOCAL_SIZE": "2"},
@@ -136,10 +134,7 @@ def open_mpi(prefix, rank, size, local_rank, local_size):
         (SLURM | {"RANK": "0", "WORLD_SIZE": "1"}, RankInfo("environment", 0, 1, master_port=7)),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
         ({"RANK": "1"}, "RANK is set and WORLD_SIZE is not"),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x is not a whole number"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "0"}, "MASTER_PORT=0 is not a port"),
-        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_RANK is set and OMPI_COMM_WORLD_SIZE is"),
-        ({"PMI_RANK": "0"}, "PMI_RANK is set and PMI_SIZE is not"),
     ],
 )
 def test_what_a_launcher_says(variables, expected):
@@ -157,7 +152,9 @@ def test_two_jobs_of_slurm_on_one_host_have_ports_of_their_own():
     assert len({rank_info.read_rank_info(job).master_port for job in jobs}) == 10
 
 
-@pytest.mark.parametrize("wrong", ["--backend mpi", "--epochs none", "--init-weights nowhere.pt"])
+@pytest.mark.parametrize(
+    "wrong", ["--init-weights nowhere.pt", pytest.param("--epochs none", marks=pytest.mark.slow)]
+)
 def test_one_line_for_all_ranks_of_torchrun(wrong, synthetic_dir):
     """Also where rank 0, which has to say it, is the last to find out."""
     data_set = ["--dataset", "synthetic", "--data-dir", synthetic_dir]
@@ -188,25 +185,21 @@ def test_torchrun_starts_all_again_after_a_crash(method, how, synthetic_dir, tmp
     assert summary(tmp_path / "run")["weights_sha256"] == expected
 
 
-def start_waiting(synthetic_dir):
-    """Start a rank that waits for others who never come, and return when it does wait."""
+def test_a_stop_signal_ends_the_waiting(synthetic_dir):
+    """Of a rank whose others never come."""
     port = free_port()
     variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
     words = script("train_ddp.py", "--dataset", "synthetic", "--data-dir", synthetic_dir)
     process = start(*words, **variables)
     wait_for_port(port, process)
-    return process
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
-def test_a_stop_signal_ends_the_waiting(number, synthetic_dir):
-    process = start_waiting(synthetic_dir)
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     ended = finish(process, 90)
-    assert f"stopped by {number.name} while waiting" in error_line(ended, 128 + number)
+    assert "stopped by SIGINT while waiting" in error_line(ended, 130)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_stop_signal_to_the_parent_ends_the_ranks(number, training):
     """It passes on the first, and leaves nobody after the second."""
     process = training.start("spawn", "--model", "linear", "--epochs", 100000)

@@ -16,26 +16,20 @@ AGED = '[ "$1" = --version ] && echo Python 3.9.2'
 TWO = {"NNODES": "2", "MASTER_ADDR": "a"}
 WRONG = [
     ("run_torchrun.sh", {"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0 is not a whole number, 1 or"),
-    ("run_torchrun.sh", {"NPROC_PER_NODE": "abc"}, "NPROC_PER_NODE=abc is not a whole number"),
     ("run_torchrun.sh", {"NNODES": "abc"}, "NNODES=abc is neither a number of machines nor"),
     ("run_torchrun.sh", {"NNODES": "2"}, "NNODES=2 needs MASTER_ADDR"),
     ("run_torchrun.sh", {"MASTER_ADDR": "a"}, "MASTER_ADDR is set, but NNODES is not"),
-    ("run_torchrun.sh", TWO | {"NODE_RANK": "abc"}, "NODE_RANK=abc is not a whole number"),
-    ("run_torchrun.sh", TWO | {"NODE_RANK": "-1"}, "NODE_RANK=-1 is not a whole number"),
     ("run_torchrun.sh", TWO | {"NODE_RANK": "2"}, "NODE_RANK=2 is not below NNODES=2"),
     ("run_torchrun.sh", {"PATH": "/usr/bin:/bin"}, "there is no .venv/bin/torchrun: activate"),
     ("run_ssh.sh", {}, "set HOSTS or HOSTFILE"),
     ("run_ssh.sh", {"HOSTS": "a, b"}, "'a,' in HOSTS is no host name"),
-    ("run_ssh.sh", {"HOSTS": "a b", "NPROC_PER_NODE": "abc"}, "NPROC_PER_NODE=abc is not a whole"),
     ("run_torchrun.sh", {"PATH": "/usr/bin:/bin", "VENV": "old"}, "Python was upgraded"),
     ("quickstart.sh", {"INSTALL": "false", "VENV": "old"}, "Python was upgraded"),
     ("test.sh", {"INSTALL": "false", "VENV": "fakes"}, "fakes exists, but is not a virtual"),
     ("test.sh", {"INSTALL": "false", "TORCH_BACKEND": "rocm"}, "TORCH_BACKEND=rocm is none of cpu"),
     ("test.sh", {"INSTALL": "false", "VENV": "aged"}, "aged has Python 3.9.2, and Python 3.11 or"),
-    ("quickstart.sh", {"FLAGS": "--data-dir"}, "--data-dir wants a folder after it"),
     ("gpu_check.sh", {"FLAGS": "--data-dir"}, "--data-dir wants a folder after it"),
     ("gpu_check.sh", {"FLAGS": "--only doctor,docter"}, "docter is no part: see --list"),
-    ("gpu_check.sh", {"FLAGS": "--all"}, "--all is none of its flags"),
 ]
 
 
@@ -74,16 +68,17 @@ def test_quickstart_compares_the_three(copy, synthetic_dir):
 # GPUs, flags of the user, and devices and CPU threads of each training: DataParallel has two cores
 # in one process, DDP one in each of two.
 CORES = ["cpu 1", "cpu 2", "cpu 1"]
-DEVICES = [
-    (0, [], [*CORES, "cpu 2"]),
-    (1, [], [*CORES, "0 -"]),
-    (1, ["--device", "cuda"], ["0 -"]),
-    (2, [], ["0 -", "0,1 -", "0,1 -"]),
-    (2, ["--device", "cpu"], [*CORES, "cpu 2"]),
-]
 
 
-@pytest.mark.parametrize(("gpus", "flags", "devices"), DEVICES)
+@pytest.mark.parametrize(
+    ("gpus", "flags", "devices"),
+    [
+        (0, [], [*CORES, "cpu 2"]),
+        (1, [], [*CORES, "0 -"]),
+        (2, [], ["0 -", "0,1 -", "0,1 -"]),
+        (2, ["--device", "cpu"], [*CORES, "cpu 2"]),
+    ],
+)
 def test_a_gpu_is_a_device_where_there_are_two(gpus, flags, devices, copy):
     """One GPU trains alone, beside DataParallel and DDP on the CPU."""
     ended = finish(faked(copy, "quickstart.sh", "--epochs", "2", *flags, GPUS=str(gpus)))
@@ -98,8 +93,10 @@ def test_a_gpu_is_a_device_where_there_are_two(gpus, flags, devices, copy):
     assert ("so they need two" in ended.stderr) == (gpus == 1)
 
 
-@pytest.mark.parametrize(("install", "status"), [("false", 1), ("touch began; sleep 60", 130)])
-@pytest.mark.parametrize("is_mine", [False, True])
+@pytest.mark.parametrize(
+    ("install", "status", "is_mine"),
+    [("false", 1, False), ("touch began; sleep 60", 130, False), ("false", 1, True)],
+)
 def test_only_an_environment_that_this_run_made_is_removed(install, status, is_mine, copy):
     if is_mine:
         (copy / ".venv" / "bin").mkdir(parents=True)
@@ -116,18 +113,16 @@ def test_only_an_environment_that_this_run_made_is_removed(install, status, is_m
 
 
 # What nvidia-smi says of driver and GPU, TORCH_BACKEND, and the folder of the build and its size.
-BUILDS = [
-    (None, "", "/whl/cpu ", "1 GB"),
-    ("580.65.06, 9.0", "", "", "6 GB"),
-    ("535.104.05, 9.0", "", "/whl/cu126 ", "6 GB"),  # a driver too old for CUDA 13
-    ("580.65.06, 7.0", "", "/whl/cu126 ", "6 GB"),  # a GPU too old for it
-    (None, "cuda", "", "6 GB"),
-    ("580.65.06, 9.0", "cpu", "/whl/cpu ", "1 GB"),
-    (None, "rocm7.1", "/whl/rocm7.1 ", "6 GB"),
-]
-
-
-@pytest.mark.parametrize(("smi", "chosen", "folder", "size"), BUILDS)
+@pytest.mark.parametrize(
+    ("smi", "chosen", "folder", "size"),
+    [
+        (None, "", "/whl/cpu ", "1 GB"),
+        ("580.65.06, 9.0", "", "", "6 GB"),
+        ("535.104.05, 9.0", "", "/whl/cu126 ", "6 GB"),  # a driver too old for CUDA 13
+        ("580.65.06, 7.0", "", "/whl/cu126 ", "6 GB"),  # a GPU too old for it
+        ("580.65.06, 9.0", "cpu", "/whl/cpu ", "1 GB"),
+    ],
+)
 def test_the_build_of_torch_fits_the_machine(smi, chosen, folder, size, copy):
     """With pip, which takes the package index's build if it is asked for nothing else."""
     fake = copy / "fakes" / "nvidia-smi"
@@ -188,6 +183,16 @@ def test_a_dry_run_anywhere_on_the_line_starts_nothing(name, copy):
     assert succeed(finish(faked(copy, name, "--epochs", "7", "--help"))).stdout.startswith("Tr")
 
 
+def test_what_a_dry_run_shows_is_what_starts(copy):
+    (copy / "fakes" / "torchrun").write_text('#!/bin/sh\necho "$0 $*"\n')
+    words = ("run_torchrun.sh", "--epochs", "7")
+    told, begun = (
+        succeed(finish(faked(copy, *words, *dry, NPROC_PER_NODE="2"))).stdout.splitlines()
+        for dry in (["--dry-run"], [])
+    )
+    assert begun == [told[1].rstrip()]
+
+
 def test_settings_reach_the_command(copy):
     """A job's name, settings on other hosts, and hosts from a file."""
     day = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d")
@@ -197,27 +202,22 @@ def test_settings_reach_the_command(copy):
         ({"NNODES": "1:4"}, "mnist-ddp"),  # a machine may join on another day
         ({"NNODES": "2"}, f"mnist-ddp-{day}"),  # or a failed run would go on, unasked
     ):
-        told = succeed(
-            finish(faked(copy, "run_torchrun.sh", "--dry-run", **job, **settings))
-        ).stdout
-        assert f"--rdzv_id {name} " in told
+        dry = finish(faked(copy, "run_torchrun.sh", "--dry-run", **job, **settings))
+        assert f"--rdzv_id {name} " in dry.stdout
     settings = {"MASTER_PORT": "4", "RDZV_TIMEOUT": "5", "MAX_RESTARTS": "6", "SCRIPT": "my script"}
     hosts = {"HOSTS": "a", "NPROC_PER_NODE": "3", "SSH": "my ssh"} | settings
     told = succeed(finish(faked(copy, "run_ssh.sh", "--dry-run", **hosts))).stdout
     line = told.splitlines()[0]
     assert line.startswith("my ssh a: cd ")
-    given = {word.partition("=")[::2] for word in shlex.split(line)}
+    words = shlex.split(line)
+    given = {word.partition("=")[::2] for word in words}
     assert {*settings.items(), ("NPROC_PER_NODE", "3"), ("NNODES", "1")} <= given
-    assert shlex.split(line)[-1] == "scripts/run_torchrun.sh", (
-        "without flags nothing comes after it"
-    )
+    assert words[-1] == "scripts/run_torchrun.sh", "without flags nothing comes after it"
     (copy / "hosts").write_text("# ours\nnode7 slots=8\n\nme@node8  # new\n")
     hosts = {"HOSTFILE": "hosts", "NPROC_PER_NODE": "1"}
     told = succeed(finish(faked(copy, "run_ssh.sh", "--dry-run", **hosts))).stdout
-    assert re.findall(r" (\S+): cd .* NODE_RANK=(\d) MASTER_ADDR=node7", told) == [
-        ("node7", "0"),
-        ("me@node8", "1"),
-    ]
+    found = re.findall(r" (\S+): cd .* NODE_RANK=(\d) MASTER_ADDR=node7", told)
+    assert found == [("node7", "0"), ("me@node8", "1")]
 
 
 TORCH = """
@@ -243,8 +243,7 @@ class cuda:
 WAYS = [  # whether the driver serves torch, GPUs that cannot compute, their capability, processes
     (True, "", 9, 3, ""),
     (False, "", 9, 2, "lists 3 GPUs but cannot use them: update the GPU driver"),
-    (True, "1", 7, 2, "GPU 1 cannot be used: it has sm_70, for which torch 2.15 has no code"),
-    (True, "1", 7, 2, '/whl/cu126 "torch<2.15"'),
+    (True, "1", 7, 2, "sm_70, for which torch 2.15 has no code: pip install --index-url"),
     (True, "02", 7, 1, "to leave out the others: CUDA_VISIBLE_DEVICES=1\n"),
     (True, "012", 14, 2, "sm_140, for which torch 2.15 has no code: install a newer torch"),
 ]

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import closing, suppress
+from contextlib import closing
 
 import pytest
 import torch.distributed as dist
@@ -23,15 +23,11 @@ from tests.processes import (
     succeed,
     wait_for_port,
 )
+from utils.cluster import launch
 from utils.cluster.addresses import Address, AgentStore
-from utils.cluster.rendezvous import (
-    COMPLETE,
-    Peer,
-    Peers,
-    RendezvousError,
-    meet,
-    name_ranks,
-)
+from utils.cluster.rank_info import RankInfo
+from utils.cluster.rendezvous import COMPLETE, Peer, Peers, RendezvousError, meet, name_ranks
+from utils.training import config
 
 HOST = socket.gethostname()
 
@@ -100,7 +96,7 @@ class Ranks:
 
 def test_all_that_wait_name_the_missing(place):
     """With a world of four and one of 4,000, whose line is short, too."""
-    for outcome in meet_all(place, 0, 1, size=4, seconds=10.0):
+    for outcome in meet_all(place, 0, 1, size=4, seconds=3.0):
         words = f"2 of 4 ranks are here: 0 ({HOST} pid 1000), 1 ({HOST} pid 1001); missing: 2, 3."
         assert words in str(outcome)
     (outcome,) = meet_all(Address("127.0.0.1", free_port()), 0, size=4000, seconds=0.5)
@@ -114,7 +110,6 @@ def test_all_that_wait_name_the_missing(place):
     [
         ([{}, {}], "two processes claim the same rank: 1 ("),
         ([{"flags": ["--seed", 1]}], "has seed 1, rank 0 ("),
-        ([{"WORLD_SIZE": "4"}], "has WORLD_SIZE 4, rank 0 ("),
         ([{"torch_version": "1.0"}], "has torch 1.0, rank 0 ("),
     ],
 )
@@ -139,9 +134,15 @@ def test_a_foreign_program_has_the_port(synthetic_dir):
     assert "no answer" in second.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_rank_0_is_stopped_or_killed_while_others_wait(number, synthetic_dir):
-    ranks = Ranks(synthetic_dir, 3, 15)
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (signal.SIGKILL, "Connection refused"),
+        pytest.param(signal.SIGSTOP, "no answer. Was it started", marks=pytest.mark.slow),
+    ],
+)
+def test_rank_0_is_stopped_or_killed_while_others_wait(number, words, synthetic_dir):
+    ranks = Ranks(synthetic_dir, 3, 6)
     main = ranks.start(0)
     ranks.start(1)
     dist.TCPStore("127.0.0.1", ranks.port, wait_for_workers=False).wait(["peer/1"])
@@ -150,13 +151,7 @@ def test_rank_0_is_stopped_or_killed_while_others_wait(number, synthetic_dir):
     (ended,) = ranks.end()
     main.kill()
     main.communicate()
-    words = {signal.SIGSTOP: "no answer. Was it started", signal.SIGKILL: "Connection refused"}
-    assert words[number] in ended.stderr
-
-
-def test_a_stale_master_addr_does_not_break_one_node(training):
-    stale = {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29500"}
-    succeed(training.run("spawn", "--model", "linear", "--max-steps", 2, **stale))
+    assert words in ended.stderr
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
@@ -178,6 +173,17 @@ def test_ranks_share_the_cores_that_they_have_in_common(is_apart, place):
     assert [peers.sharing_cores for peers in outcomes] == [1, 1] if is_apart else [2, 2]
 
 
+def test_a_rank_takes_its_share_of_its_own_cores(monkeypatch):
+    """Of 16, which one of the three others has, too."""
+    met = Peers(Peer(0), 4, Peer(0), local_ranks=[0, 1, 2, 3], sharing_cores=2)
+    monkeypatch.setattr(launch, "meet", lambda *_: met)
+    monkeypatch.setattr(launch, "usable_cores", lambda: 16)
+    monkeypatch.setattr(os, "environ", {})
+    args = config.build_parser("ddp", "").parse_args([])
+    launch._meet(args, RankInfo("environment", 0, 4), "gloo")
+    assert os.environ["OMP_NUM_THREADS"] == "8"
+
+
 def test_a_rank_that_starts_again_leaves_the_job_alone(place):
     outcomes = meet_all(place, 0, 1)
     attend(place, 1, 2, outcomes, 1.0, pid=9)
@@ -185,20 +191,6 @@ def test_a_rank_that_starts_again_leaves_the_job_alone(place):
     (met, _, _) = outcomes
     assert isinstance(met, Peers)
     assert met.store.get("barrier").decode() == COMPLETE
-
-
-def test_garbage_on_the_port_does_no_harm(place):
-    outcomes = []
-    thread = threading.Thread(target=attend, args=(place, 0, 2, outcomes))
-    thread.start()
-    dist.TCPStore(place.host, place.port, wait_for_workers=False)  # waits for the other end
-    magic = b"\0" + (0x3C85F7CE).to_bytes(4, "little")  # how a client of the store begins
-    for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100_000, magic + b"\1" + b"x" * 9):
-        with socket.create_connection((place.host, place.port)) as connection, suppress(OSError):
-            connection.sendall(said)
-    attend(place, 1, 2, outcomes)
-    thread.join()
-    assert [type(outcome) for outcome in outcomes] == [Peers, Peers], outcomes
 
 
 @pytest.fixture
@@ -209,9 +201,8 @@ def agent():
     del store
 
 
-@pytest.mark.parametrize("content", [b"\0\1binary", b'["127.0.0.1", 9, "old"]', b"[3]"])
-def test_what_an_earlier_attempt_has_published_does_no_harm(content, agent):
-    agent.store.set(agent.KEY, content)
+def test_what_an_earlier_attempt_has_published_does_no_harm(agent):
+    agent.store.set(agent.KEY, b'["127.0.0.1", 9, "old"]')
     outcomes = []
     late = threading.Timer(0.5, attend, (agent, 0, 2, outcomes))
     late.start()  # rank 1 reads what is there, until rank 0 comes
