@@ -23,28 +23,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import nn
 from torch.utils._pytree import tree_flatten
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    Subset,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 import data
 import models
-from tests.processes import (
-    ROOT,
-    Training,
-    error_line,
-    finish,
-    fork,
-    run,
-    script,
-    start,
-    wait_until,
-)
+from tests.processes import ROOT, Training, error_line, finish, fork, run, script, start, wait_until
 from utils.datasets import fetch, idx, loader, prepare, sources
 from utils.datasets.digits import draw_digits
 from utils.datasets.sources import DataError
@@ -89,11 +72,11 @@ def test_a_damaged_raw_file_is_refused(raw):
     """Another shape, another value, truncated, empty; a complete folder is only read."""
     assert load(raw)[1].labels.tolist() == DIGITS
     assert sorted(p.name for p in raw.parent.rglob("*")) == sorted(("raw", *sources.RAW_FILES))
-    for name in ("t10k-labels-idx1-ubyte", "train-images-idx3-ubyte"):  # the first is read last
-        for damage in (7, 30, -40, 0):
-            change(raw / name, damage) if damage > 0 else os.truncate(raw / name, -damage)
-            with pytest.raises(DataError, match=rf"/{name} is damaged \(.+\): delete it to"):
-                load(raw)
+    name = "t10k-labels-idx1-ubyte"  # read last
+    for damage in (7, 30, -40, 0):
+        change(raw / name, damage) if damage > 0 else os.truncate(raw / name, -damage)
+        with pytest.raises(DataError, match=rf"/{name} is damaged \(.+\): delete it to"):
+            load(raw)
 
 
 @pytest.mark.slow
@@ -157,7 +140,7 @@ class Mirror(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture
 def mirror(raw, tmp_path, monkeypatch):
     """Return what chooses among good, bad and slow mirrors; no file is left in ``raw``."""
-    for folder in ("good", "bad", "short", "slow"):
+    for folder in ("good", "bad", "short", "cut", "slow"):
         (tmp_path / folder).mkdir()
         for path in raw.iterdir():
             packed = tmp_path / folder / f"{path.name}.gz"
@@ -165,6 +148,8 @@ def mirror(raw, tmp_path, monkeypatch):
             # A copy that was cut before it was packed: gzip finds no fault in it.
             packed.write_bytes(gzip.compress(content[:-9] if folder == "short" else content))
             change(packed, 15 if folder == "bad" else 4)  # 4: the time of packing
+            if folder == "cut":
+                os.truncate(packed, packed.stat().st_size - 20)
     for path in raw.iterdir():
         path.unlink()
     Mirror.fetched = []
@@ -186,12 +171,11 @@ def mirror(raw, tmp_path, monkeypatch):
 
 def test_mirrors_without_good_files_are_named(mirror, raw, monkeypatch):
     """An error page, corrupt files, files that were cut short, and a byte now and then."""
-    mirror("nothing", "bad", "short", "slow")
+    mirror("nothing", "bad", "short", "cut", "slow")
+    found = r"/bad/ \(.+\); .*/short/ \(.+\); .*/cut/ \(.+\); .*/slow/ \(nothing in 1 s\)"
     with monkeypatch.context() as patch:
         patch.setattr(fetch, "DOWNLOAD_TIMEOUT", 1.0)
-        with pytest.raises(
-            DataError, match=r"/bad/ \(.+\); .*/short/ \(.+\); .*/slow/ \(nothing in 1 s\)"
-        ):
+        with pytest.raises(DataError, match=found):
             load(raw)
     assert list(raw.iterdir()) == []
     for path in (raw.parent.parent / "good").iterdir():
@@ -201,8 +185,8 @@ def test_mirrors_without_good_files_are_named(mirror, raw, monkeypatch):
 
 def test_of_processes_that_race_one_downloads(mirror, raw):
     mirror("nothing", "bad", "good")
-    processes = [fork(lambda: load(raw)) for _ in range(8)]
-    assert [process.join(60) or process.exitcode for process in processes] == [0] * 8
+    processes = [fork(lambda: load(raw)) for _ in range(4)]
+    assert [process.join(60) or process.exitcode for process in processes] == [0] * 4
     assert sum(path.startswith("/good/") for path in Mirror.fetched) == len(sources.RAW_FILES)
 
 
@@ -215,12 +199,10 @@ def test_a_download_hears_a_stop(mirror, raw):
     assert process.exitcode == 143
 
 
-@pytest.mark.usefixtures("synthetic_dir")
 @pytest.mark.parametrize("name", ["mnist", "synthetic"])
 def test_the_whole_sets(name, request):
-    """The real one where there is one, against its checksums also as one does it by hand."""
-    folder = request.getfixturevalue(f"{name}_dir")
-    sets = data.load_dataset(name, str(folder))
+    """The real one where there is one."""
+    sets = data.load_dataset(name, str(request.getfixturevalue(f"{name}_dir")))
     for dataset, count in zip(sets, (60_000, 10_000), strict=True):
         assert dataset.images.shape == (count, 28, 28)
         assert dataset.labels.bincount(minlength=10).min() > 0.08 * count
@@ -228,10 +210,6 @@ def test_the_whole_sets(name, request):
     share, source = counts / 47_040_000, sources.SOURCES[name]
     assert (mean := float(share @ LEVELS)) == pytest.approx(source.mean, abs=1e-4)
     assert float(share @ (LEVELS - mean) ** 2) ** 0.5 == pytest.approx(source.std, abs=1e-4)
-    if name == "mnist":
-        sums = ROOT / "utils" / "datasets" / "SHA256SUMS"
-        command = ("sha256sum", "--check", "--ignore-missing", "--quiet", sums)
-        assert finish(start(*command, cwd=folder), 60).returncode == 0
 
 
 def test_synthetic_digits_are_the_same_everywhere():
@@ -245,20 +223,20 @@ class Set(data.ImageSet):
 
 
 def seen(count, size, world, start=0, epoch=0):
-    """Return the global batches of an epoch, put together from all ranks' loaders."""
-    dataset, per_rank = Set(count), []
+    """Return the global batches of an epoch, put together from all ranks' samplers."""
+    per_rank = []
     for rank in range(world):
-        sampler = data.EpochSampler(dataset, size * world, world, rank, seed=3)
+        sampler = data.EpochSampler(Set(count), size * world, world, rank, seed=3)
         sampler.set_epoch(epoch)
         sampler.start = start
-        batches = DataLoader(dataset, size, sampler=sampler, collate_fn=loader.collate)
-        per_rank.append([labels.tolist() for _, labels in batches])
-        assert [len(batch) for batch in per_rank[-1]] == [size] * (len(sampler) // size)
+        indices = [*sampler]
+        assert len(indices) == len(sampler)
+        per_rank.append([indices[i : i + size] for i in range(0, len(indices), size)])
     # The ranks take turns.
     return [[*itertools.chain(*zip(*ranks, strict=True))] for ranks in zip(*per_rank, strict=True)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     count=st.integers(30, 200),
     worlds=st.tuples(*[st.sampled_from([1, 2, 3, 6, 7])] * 2),
@@ -278,19 +256,18 @@ def test_any_world_size_goes_through_the_epoch_s_order(count, worlds, size, step
 
 def test_weights_are_drawn_with_replacement_and_shared_out():
     """All ranks together draw what one does, from any position on, and as often as it weighs."""
-    weights, size, orders = [0.0, 1.0, 9.0] * 30, 6, []
-    for world in (1, 2, 3):
-        arguments = (Set(90), size * world, world)
-        ranks = [data.EpochSampler(*arguments, rank, 3, weights) for rank in range(world)]
+    orders = []
+    for world in (1, 2):
+        arguments = Set(90), 6 * world, world
+        ranks = [data.EpochSampler(*arguments, rank, 3, [0, 1, 9] * 30) for rank in range(world)]
         for sampler in ranks:
-            sampler.set_epoch(1)
             sampler.start = 18
-        orders.append(list(itertools.chain(*zip(*ranks, strict=True))))
-    assert orders[0] == orders[1] == orders[2]
+        orders.append([*itertools.chain(*zip(*ranks, strict=True))])
+    assert orders[0] == orders[1]
     never, seldom, often = torch.tensor(orders[0]).remainder(3).bincount(minlength=3)
-    assert (len(orders[0]), int(never)) == (72, 0)
+    assert (int(never), int(seldom + often)) == (0, 72)
     assert 3 * seldom < often
-    assert len(set(orders[0])) < 60, "each at most once"
+    assert len({*orders[0]}) < 60, "each at most once"
 
 
 @pytest.fixture
@@ -307,23 +284,19 @@ def test_loader_workers_and_a_resident_set_give_the_same_batches(python_3_14):
     for each, workers in ((dataset, 2), (dataset, 0), (dataset.to(CPU), 0)):
         batches = loader.batches(DataLoader(each, 7, **data.loader_options(each, workers, CPU)))
         assert [labels.tolist() for _, labels in batches] == plain
-    empty = DataLoader(dataset, 7, sampler=range(2, 2, 3), **data.loader_options(dataset, 0, CPU))
-    assert list(empty) == [], "a share of nothing"
 
 
 @pytest.mark.slow
 def test_a_small_dev_shm_ends_in_one_line(synthetic_dir, tmp_path):
-    """A container's: the worker's own error, in training and in the evaluation."""
-    for size, batch in (("64k", 96), ("600k", 12)):
-        mount = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"'
-        small = ["unshare", "-m", "sh", "-c", mount, "-"]
-        if run(*small, "true").returncode:
-            pytest.skip("needs the right to mount")
-        extra = ["--batch-size", batch, "--num-workers", 2, "--max-steps", 5, "--model", "linear"]
-        words = Training(synthetic_dir, tmp_path / size).command("single", *extra)
-        line = error_line(run(*small, *words))
-        for word in ("/dev/shm", "--shm-size", "--num-workers 0"):
-            assert word in line
+    """A container's: the worker's own error."""
+    mount = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"'
+    small = ["unshare", "-m", "sh", "-c", mount, "-"]
+    if run(*small, "true").returncode:
+        pytest.skip("needs the right to mount")
+    extra = ["--num-workers", 2, "--max-steps", 5, "--model", "linear"]
+    line = error_line(run(*small, *Training(synthetic_dir, tmp_path).command("single", *extra)))
+    for word in ("/dev/shm", "--shm-size", "--num-workers 0"):
+        assert word in line
 
 
 def same(first, second):
@@ -447,21 +420,13 @@ OWN = [
     (None, (Stream(), Noisy()), "returned Stream, Noisy: .*docs/recipes.md"),
     (None, (Noisy(), Noisy(count=0)), "or the test set is empty"),
     (None, (Pictures(), Noisy()), "make no batch .*PIL.* give the data set a collate_fn"),
-    (None, (TensorDataset(torch.zeros(3, 2)), Noisy()), "cannot take the images of --dataset"),
     (nn.Linear(3, 4), (Noisy(), Noisy()), r"cannot take the images of --dataset, \[4\]"),
-    (nn.Bilinear(4, 4, 4), (Noisy(), Noisy()), "cannot take the images .*missing 1 required"),
     (nn.Linear(4, 4).requires_grad_(False), (Noisy(), Noisy()), "no parameter to train"),
     (nn.Linear(4, 3), (Noisy(), Noisy()), "has the class 3, and --model 3 logits"),
     (
-        nn.Sequential(nn.Flatten(), nn.Linear(16, 3)),
-        [data.ImageSet(torch.zeros(3, 1, 4, 4).byte(), torch.tensor([0, -1, -100]))] * 2,
-        "has the class -1, and --model 3 logits",
-    ),
-    (nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), [Noisy()] * 2, r"fails with \[2\] of --model"),
-    (
         nn.Linear(4, 1),
         [TensorDataset(torch.rand(9, 4), torch.rand(9))] * 2,
-        r"returns \[2, 1\] for labels \[2\]",
+        r"returns \[2, 1\] for",
     ),
 ]
 
@@ -492,27 +457,25 @@ def test_other_mistakes_are_one_line(monkeypatch):
         "--model has a lazy layer": lambda: models.build_model("lazy"),
         "--batch-size is too small": lambda: nn.BatchNorm1d(3)(torch.zeros(1, 3)),
     }.items():
-        with pytest.raises(Exception) as caught:  # noqa: PT011
+        with pytest.raises((UserError, ValueError, RuntimeError)) as caught:
             call()
-        explained = explain(caught.value)
-        assert isinstance(explained, UserError)
-        assert re.search(words, str(explained))
+        assert re.search(words, str(explain(caught.value)))
 
 
 def test_the_first_pass_changes_nothing():
-    """Nor does it start loader workers, or move what a sampler draws."""
+    """Nor does it move what the generators draw."""
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4))
     sets = loader.place([Noisy()] * 2, CPU, None)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    draws = []
+    noise = []
     for is_tried in (False, True):
         torch.manual_seed(1)
         np.random.seed(2)
         random.seed(3)
         if is_tried:
             try_first(model, *sets)
-        draws.append((torch.rand(1).item(), np.random.rand(), random.random()))
-    assert draws[0] == draws[1]
+        noise.append(states())
+    assert noise[0] == noise[1]
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -546,18 +509,10 @@ class Sentences:
         return {"ids": ids, "more": [noise, *(sample["text"] for sample in samples)]}
 
 
-class Triples(Sentences):
-    collate_fn = staticmethod(default_collate)
-
-    def __getitem__(self, index):
-        return torch.tensor([index]), index + self.offset, f"the text {index}"
-
-
-@pytest.mark.parametrize("kind", [Sentences, Triples])
-def test_samples_may_have_any_form(kind):
+def test_samples_may_have_any_form():
     """With any workers; ranks with other samples are found; a batch goes to a device."""
     torch.manual_seed(0)
-    whole, other, part = kind(), kind(offset=1), Subset(kind(), range(12))
+    whole, other, part = Sentences(), Sentences(offset=1), Subset(Sentences(), range(12))
     [first, second] = loader.place([whole, part], CPU, None)
     found = []
     for each, workers in ((first, 0), (second, 0), (first, 2)):
@@ -566,12 +521,12 @@ def test_samples_may_have_any_form(kind):
         found.append([*DataLoader(each, 4, sampler=sampler, **options)])
     assert repr(found[0]) == repr(found[1]) == repr(found[2])
     assert len(found[0]) == 3
-    [moved] = [loader.to_device(batch, torch.device("meta")) for batch in found[0][:1]]
+    moved = loader.to_device(found[0][0], torch.device("meta"))
     tensors = [x for x in tree_flatten(moved)[0] if isinstance(x, torch.Tensor)]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert len(tensors) == 2
     assert tree_flatten(moved)[1] == tree_flatten(found[0][0])[1], "of another form"
-    assert same(whole, kind())
+    assert same(whole, Sentences())
     assert not same(whole, other)
 
 
@@ -654,9 +609,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    "method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_a_training_that_is_killed_leaves_no_worker(method, tmp_path):
     """However Python starts them; ``no_process_is_left`` looks."""
     (tmp_path / "main.py").write_text(WORKERS)
