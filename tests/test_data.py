@@ -1,6 +1,7 @@
 """Data: what is damaged is refused, what is missing is said, and every sample counts once."""
 
 import contextlib
+import errno
 import gzip
 import hashlib
 import http.server
@@ -10,7 +11,6 @@ import os
 import random
 import re
 import signal
-import sys
 import threading
 import time
 
@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 import data
 import models
-from tests.processes import ROOT, Training, error_line, finish, fork, run, script, start, wait_until
+from tests.processes import Training, error_line, finish, fork, run, script, start, wait_until
 from utils.datasets import fetch, idx, loader, prepare, sources
 from utils.datasets.digits import draw_digits
 from utils.datasets.sources import DataError
@@ -37,7 +37,6 @@ from utils.files import lock_file
 from utils.training.first_pass import first_pass
 
 CPU = torch.device("cpu")
-PREPARE = (sys.executable, ROOT / "scripts/tools/prepare_data.py")
 FOLDER = "FashionMNIST/raw"  # small files stand in for these
 DIGITS = [*range(10)] * 10
 LEVELS = torch.arange(256) / 255
@@ -78,16 +77,6 @@ def test_a_damaged_raw_file_is_refused(raw):
         change(raw / name, damage) if damage > 0 else os.truncate(raw / name, -damage)
         with pytest.raises(DataError, match=rf"/{name} is damaged \(.+\): delete it to"):
             load(raw)
-
-
-@pytest.mark.slow
-def test_a_folder_that_cannot_be_written_ends_in_one_line(tmp_path):
-    """A limit on the size of files stands in for a full disk; nothing half-written is left."""
-    limited = ["bash", "-c", 'ulimit -f 1000; exec "$@"', "-", *PREPARE, "synthetic"]
-    assert "(File too large): pass" in error_line(run(*limited, "--data-dir", tmp_path))
-    [lock] = [path for path in tmp_path.rglob("*") if path.is_file()]
-    line = error_line(run(*PREPARE, "synthetic", "--data-dir", lock))
-    assert ".lock/Synthetic/raw (Not a directory): pass another --data-dir" in line
 
 
 def test_waiting_for_the_data_is_bounded_names_for_whom_and_hears_a_stop(tmp_path, monkeypatch):
@@ -182,6 +171,17 @@ def test_mirrors_without_good_files_are_named(mirror, raw, monkeypatch):
     for path in (raw.parent.parent / "good").iterdir():
         path.rename(raw / path.name)  # packed files in the folder come before all mirrors
     assert load(raw)[1].labels.tolist() == DIGITS
+
+
+def test_a_disk_that_is_full_is_one_line_and_leaves_no_half_file(mirror, raw, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    mirror("good")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DataError, match=r"write .* \(No space left on device\): pass another"):
+        load(raw)
+    assert list(raw.iterdir()) == []
 
 
 def test_of_processes_that_race_one_downloads(mirror, raw):
@@ -552,9 +552,9 @@ def test_an_epoch_that_ends_early_is_an_error(workers):
 def test_a_batch_that_does_not_come_is_told_and_then_an_error(monkeypatch, capfd):
     """By PyTorch's own words, since its error has no type: they may change."""
     monkeypatch.setattr(loader, "BATCH_TIMEOUT", 0.1)
-    monkeypatch.setattr(loader, "FIRST_LINE", 0.3)
-    stuck = loader.batches(loaded(9, 1), timeout=1.0)
+    stuck = loader.batches(loaded(9, 1), timeout=3.0)
     assert len([next(stuck), next(stuck)]) == 2
+    monkeypatch.setattr(loader, "FIRST_LINE", 0.3)  # a busy machine starts a worker in more
     with pytest.raises(DataError, match=r"waited \d s .*py-spy dump --pid \d+; it wa") as caught:
         next(stuck)
     [line] = capfd.readouterr().err.splitlines()
@@ -563,22 +563,14 @@ def test_a_batch_that_does_not_come_is_told_and_then_an_error(monkeypatch, capfd
     del caught
 
 
-class Locked(Noisy):
-    """Has what no other process can be given."""
-
-    def __init__(self):
-        super().__init__()
-        self.lock = threading.Lock()
-
-
-@pytest.mark.filterwarnings("error")
 def test_a_set_that_cannot_be_sent_to_a_worker_is_one_line(python_3_14):
-    local = type("Local", (Noisy,), {"__qualname__": "function.<locals>.Local"})
-    for dataset in (Locked(), local()):
-        dataset = loader.place([dataset] * 2, CPU, None)[0]
-        options = data.loader_options(dataset, 1, CPU)
-        with pytest.raises(DataError, match=r"cannot be sent to a loader worker .*by forkserver"):
-            next(loader.batches(DataLoader(dataset, 4, **options)))
+    class Local(Noisy):
+        pass
+
+    [dataset, _] = loader.place([Local()] * 2, CPU, None)
+    options = data.loader_options(dataset, 1, CPU)
+    with pytest.raises(DataError, match=r"cannot be sent to a loader worker .*by forkserver"):
+        next(loader.batches(DataLoader(dataset, 4, **options)))
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
