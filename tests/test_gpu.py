@@ -22,7 +22,6 @@ from tests.processes import (
     run,
     succeed,
     summary,
-    torchrun,
 )
 
 SHORT = ["--model", "mlp", "--max-steps", 30, "--batch-size", 48, "--warmup-epochs", 0]
@@ -338,36 +337,3 @@ def test_a_minimal_script_takes_the_gpus(name, short_dir, tmp_path):
     ended = minimal.train(name, 2, tmp_path, "--data-dir", short_dir, "--epochs", 2)
     assert minimal.result(ended)[1] > 50
     assert b"cuda:0" in (tmp_path / "model.pt").read_bytes()
-
-
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize(
-    ("gpus", "rows"), [("0", "single dp ddp single"), ("0,1", "single dp ddp")]
-)
-def test_quickstart_compares_what_the_gpus_allow(gpus, rows, copy, synthetic_dir):
-    words = ["--dataset", "synthetic", "--data-dir", synthetic_dir, "--model", "linear"]
-    words += ["--max-steps", 30]
-    quickstart = copy / "scripts" / "quickstart.sh"
-    ended = run(quickstart, *words, cwd=copy, timeout=200, CUDA_VISIBLE_DEVICES=gpus)
-    told = [line.split() for line in succeed(ended).stdout.splitlines() if line.endswith(" MB")]
-    assert [row[0] for row in told] == rows.split()
-    is_one = gpus == "0"
-    assert ("except in the row of cuda" in ended.stdout) == is_one
-    assert ("A device is a GPU (cuda)." in ended.stdout) == (not is_one)
-
-
-@pytest.mark.gpu(2)
-def test_the_tools_work_on_gpus(synthetic_dir, tmp_path):
-    where = ["--dataset", "synthetic", "--data-dir", synthetic_dir]
-    path = ROOT / "scripts" / "tools" / "benchmark.py"
-    words = [*where, "--quick", "--seconds", 0.1, "--models", "linear"]
-    ended = succeed(run(sys.executable, path, *words, cwd=tmp_path, timeout=200))
-    assert "failed" not in ended.stdout
-    few = ["--model", "mlp", "--batch-size", 16]
-    for name, words, line in [
-        ("doctor.py", where, r"^all-reduce +ok"),
-        ("scaling.py", few, r"^DDP, torch .*: .*(during|after|to tell)"),
-    ]:
-        words = torchrun(2, f"scripts/tools/{name}", *words)
-        ended = succeed(run(*[word for word in words if word != "--no-progress"]))
-        assert re.search(line, ended.stdout, re.MULTILINE)
