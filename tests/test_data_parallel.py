@@ -54,15 +54,6 @@ def test_a_batch_is_split_over_threads(batch, replicas, shares):
     assert CPUDataParallel.forward is nn.DataParallel.forward, "its own forward, unchanged"
 
 
-def test_the_first_replica_keeps_its_running_statistics():
-    """As on GPUs: what the other replicas notice is lost with them."""
-    model = nn.BatchNorm1d(1)
-    images = torch.tensor([[0.0], [2.0], [100.0], [102.0]])
-    CPUDataParallel(model, 2)(images)
-    assert float(model.running_mean) == pytest.approx(0.1 * 1.0)
-    assert int(model.num_batches_tracked) == 1
-
-
 def test_grad_mode_and_the_dtype_of_autocast_reach_the_threads():
     """A new thread has autocast's default dtype, bf16 on a CPU and fp16 on CUDA, as in PyTorch."""
     found = []

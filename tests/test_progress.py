@@ -2,7 +2,6 @@
 
 import pytest
 
-from utils.errors import UsageError
 from utils.training.progress import Progress
 
 SUMS = {"count": 3.0, "loss": 1.0}
@@ -74,9 +73,3 @@ def test_an_epoch_without_a_batch_of_the_new_size_is_left_once_it_is_evaluated()
         small.step()
     large = resumed(small, 105, 30, 1)
     assert (large.epoch, large.epoch_samples, large.is_finished) == (0, 100, False)
-
-
-@pytest.mark.parametrize("arguments", [(105, 10, 0.05), (9, 10, 3)])
-def test_less_than_a_batch_is_refused(arguments):
-    with pytest.raises(UsageError, match="a global batch of 10 is larger than the training set"):
-        Progress(*arguments)
