@@ -136,7 +136,7 @@ def test_a_run_is_not_overwritten_and_its_weights_start_another(training, short_
     before = training.summary
     refused = error_line(training.run("single", *extra))
     assert "holds a run (complete): continue it with --resume" in refused
-    told = succeed(training.run("spawn", *extra, "--resume")).stdout
+    told = succeed(training.run("ddp", *extra, "--resume")).stdout
     assert told.count("is complete: nothing to resume") == 1
     other_seed = error_line(training.run("single", *extra, "--resume", "--seed", 1), 1)
     assert "was trained with seed 0, this command says 1" in other_seed
