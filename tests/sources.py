@@ -11,8 +11,6 @@ GROUND = sorted((ROOT / "utils").glob("[a-z]*.py"))
 TRAINING = sorted((ROOT / "utils" / "training").glob("[a-z]*.py"))
 DATASETS = sorted((ROOT / "utils" / "datasets").glob("[a-z]*.py"))
 CLUSTER = sorted((ROOT / "utils" / "cluster").glob("[a-z]*.py"))
-CHECK = sorted((ROOT / "scripts" / "check").glob("*.py"))
-LESSONS = sorted((ROOT / "scripts" / "lessons").glob("*.py"))
 MINIMAL = sorted((ROOT / "scripts" / "minimal").glob("*.py"))
 # What a person reads whose change does not fit.
 FULL = (
@@ -54,8 +52,8 @@ def name_of(path):
 MODULES = {name_of(path) for path in (*ROOT.glob("*.py"), *ROOT.glob("[stu]*/**/*.py"))}
 
 
-def imports(path):
-    """Yield each module of this project that a file imports, and whether inside a function."""
+def imported(path):
+    """Yield the full name of all that a file imports, and whether inside a function."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         names = []
@@ -64,7 +62,13 @@ def imports(path):
         if isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for name in names:
-            # ``from utils import errors`` names a module, ``from utils.errors import x`` does, too.
-            module = name if name in MODULES else name.rpartition(".")[0]
-            if module in MODULES:
-                yield module, node not in tree.body
+            yield name, node not in tree.body
+
+
+def imports(path):
+    """Yield each module of this project that a file imports, and whether inside a function."""
+    for name, is_inside in imported(path):
+        # ``from utils import errors`` names a module, ``from utils.errors import x`` does, too.
+        module = name if name in MODULES else name.rpartition(".")[0]
+        if module in MODULES:
+            yield module, is_inside

@@ -1,14 +1,12 @@
 """Checkpoints: nothing saved is lost, nothing damaged or foreign is loaded."""
 
-import dataclasses
-import enum
 import errno
 import os
 import pickle
+import shutil
 import stat
-import zipfile
 from argparse import Namespace
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -84,38 +82,22 @@ def test_a_round_trip_restores_everything_but_the_learning_rate(tmp_path):
     assert restored(build(tmp_path), begin(40)).epoch_samples == 10, "without fp16, too"
 
 
-def test_no_checkpoint_is_the_start_and_is_told(tmp_path, capsys):
-    assert restored(build(tmp_path)).position == begin().position
-    assert capsys.readouterr().err == f"warning: no checkpoint in {tmp_path}: starting at step 0\n"
-
-
 def flip_bit(path):
-    """Flip a bit of the largest tensor (between two members of the archive it does no harm)."""
-    with zipfile.ZipFile(path) as archive:
-        offset = max(archive.infolist(), key=lambda member: member.file_size).header_offset
+    """Flip a bit of the weights (between two members of the archive it does no harm)."""
+    weights = torch.load(path, weights_only=True)["model"]["1.weight"].numpy().tobytes()
     content = bytearray(path.read_bytes())
-    name, extra = (int.from_bytes(content[offset + i : offset + i + 2], "little") for i in (26, 28))
-    content[offset + 30 + name + extra + 100] ^= 4
+    content[content.index(weights[:64]) + 100] ^= 4
     path.write_bytes(content)
-
-
-def change(path, **parts):
-    torch.save(torch.load(path, weights_only=True) | parts, path)
 
 
 def content(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def truncate(path):
-    path.write_bytes(path.read_bytes()[:-500])
-
-
-@pytest.mark.parametrize("damage", [truncate, flip_bit])
-def test_the_newest_whole_checkpoint_is_taken(damage, tmp_path, capsys):
+def test_the_newest_whole_checkpoint_is_taken(tmp_path, capsys):
     saved(tmp_path, steps=3)
     path = tmp_path / "last.pt"
-    damage(path)
+    flip_bit(path)
     before = content(tmp_path)
     with pytest.raises(CheckpointError, match="trained with seed 0"):
         restored(build(tmp_path, seed=1))
@@ -133,10 +115,13 @@ def test_the_newest_whole_checkpoint_is_taken(damage, tmp_path, capsys):
         "previous.pt": before["previous.pt"],
         "damaged.pt": before["last.pt"],
     }
-    path.write_bytes(b"x")
-    (tmp_path / "previous.pt").write_bytes(b"x")
+    for name in ("last.pt", "previous.pt"):
+        os.truncate(tmp_path / name, 500)
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
         restored(build(tmp_path))
+    shutil.rmtree(tmp_path)
+    assert restored(build(tmp_path)).global_step == 0
+    assert capsys.readouterr().err.endswith(f"no checkpoint in {tmp_path}: starting at step 0\n")
 
 
 def fail(number):
@@ -146,40 +131,41 @@ def fail(number):
     return function
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("an error", "Input/output error: .*last.pt"),
-        ("a format", r"its format is 3, not \d"),
-        ("an object", "last.pt holds more than tensors and plain values"),
-    ],
-)
-def test_what_cannot_be_read_is_not_damaged(what, message, tmp_path, monkeypatch):
+def test_what_cannot_be_read_is_not_damaged(tmp_path, monkeypatch):
     """The command is refused, and nothing is removed or renamed."""
     saved(tmp_path, steps=2)
-    if what == "a format":
-        change(tmp_path / "last.pt", format=3)
-    if what == "an object":
-        change(tmp_path / "last.pt", args=Namespace(lr=0.1))
-    before = content(tmp_path)
-    if what == "an error":
-        monkeypatch.setattr(Path, "read_bytes", fail(errno.EIO))
-    loader = build(tmp_path)
-    with pytest.raises((CheckpointError, OSError), match=message) as caught:
-        restored(loader)
-    assert "damaged" not in str(caught.value)
+    path = tmp_path / "last.pt"
+    monkeypatch.setattr(Path, "read_bytes", fail(errno.EIO))
+    with pytest.raises(OSError, match=r"Input/output error: .*last\.pt"):
+        restored(build(tmp_path))
     monkeypatch.undo()
-    assert content(tmp_path) == before
+    for parts, message in (
+        ({"format": 3}, r"its format is 3, not \d"),
+        ({"format": 5, "args": Namespace(lr=0.1)}, "holds more than tensors and plain values"),
+    ):
+        torch.save(torch.load(path, weights_only=True) | parts, path)
+        before = content(tmp_path)
+        with pytest.raises(CheckpointError, match=message):
+            restored(build(tmp_path))
+        assert content(tmp_path) == before
 
 
-def test_a_file_system_without_a_second_name_for_a_file(tmp_path, monkeypatch):
-    """exFAT, FUSE and others: the one before is kept there, too."""
+def test_a_file_system_that_can_do_less(tmp_path, monkeypatch):
+    """On exFAT, FUSE and others a file has one name, and a folder cannot be synced."""
+    sync = os.fsync
+
+    def refuse(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            fail(errno.EINVAL)()
+        sync(descriptor)
+
     monkeypatch.setattr(os, "link", fail(errno.EPERM))
+    monkeypatch.setattr(os, "fsync", refuse)
     saved(tmp_path, steps=3)
     assert sorted(content(tmp_path)) == ["last.pt", "previous.pt"]
     assert restored(build(tmp_path)).global_step == 3
     (tmp_path / "last.pt").unlink()
-    assert restored(build(tmp_path)).global_step == 2
+    assert restored(build(tmp_path)).global_step == 2, "the one before is kept there, too"
 
 
 def test_another_model_data_set_or_seed_is_refused(tmp_path):
@@ -213,32 +199,16 @@ def test_a_save_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
     assert calls == ["fsync", "replace", "fsync"]
 
 
-def test_a_file_system_that_cannot_sync_a_folder(tmp_path, monkeypatch):
-    """The file itself is on the disk by then."""
-    sync = os.fsync
-
-    def refuse(descriptor):
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        sync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", refuse)
-    saved(tmp_path, steps=3)
-    assert restored(build(tmp_path)).global_step == 3
-
-
 def test_only_rank_0_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint.distributed, "rank", lambda: 1)
     saved(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("where", ["weights", "momentum", "sums"])
-def test_nothing_that_is_not_finite_is_saved(where, rank, tmp_path, monkeypatch):
+def test_nothing_that_is_not_finite_is_saved(where, tmp_path, monkeypatch):
     """And every rank says so, or the others would wait for one that ended."""
     saver, progress = saved(tmp_path)
-    monkeypatch.setattr(checkpoint.distributed, "rank", lambda: rank)
     step(saver, progress)
     if where == "weights":
         with torch.no_grad():
@@ -247,32 +217,27 @@ def test_nothing_that_is_not_finite_is_saved(where, rank, tmp_path, monkeypatch)
         saver.optimizer.state_dict()["state"][0]["momentum_buffer"][2, 2] = float("inf")
     if where == "sums":
         progress.evaluated = {"test": {"count": 10.0, "loss": float("inf")}}
-    with pytest.raises(Diverged, match="not finite at step 2") as caught:
-        saver.save(progress)
-    assert caught.value.reported_elsewhere == bool(rank), "one line for all ranks"
+    for rank in (0, 1):
+        monkeypatch.setattr(checkpoint.distributed, "rank", lambda rank=rank: rank)
+        with pytest.raises(Diverged, match="not finite at step 2") as caught:
+            saver.save(progress)
+        assert caught.value.reported_elsewhere == bool(rank), "one line for all ranks"
     monkeypatch.undo()
     assert restored(build(tmp_path)).global_step == 1
 
 
 class Layers(nn.Module):
-    """Two layers of one shape, declared in an order of choice, a mask, and state of its own."""
+    """Two layers of one shape, declared in an order of choice, and a mask."""
 
     def __init__(self, *names):
         super().__init__()
         for name in names:
-            self.add_module(name, nn.Linear(784, 784))
+            self.add_module(name, nn.Linear(784, 8))
         self.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
         self.register_buffer("mean", torch.zeros(2))
-        self.own = {"best": float("inf"), "seen": [torch.zeros(2)]}
 
     def forward(self, images):
         return self.a(images.flatten(1)) + 2 * self.b(images.flatten(1))
-
-    def get_extra_state(self):
-        return self.own
-
-    def set_extra_state(self, state):
-        self.own = state
 
 
 def test_the_optimizer_s_state_goes_by_name(tmp_path):
@@ -295,20 +260,10 @@ def test_the_optimizer_s_state_goes_by_name(tmp_path):
         build(tmp_path, other, optimizer=sgd([*other.parameters(), nn.Parameter(torch.ones(1))]))
 
 
-def test_state_that_is_no_tensor_is_saved_and_a_mask_may_be_infinite(tmp_path):
-    model = Layers("a", "b")
-    hashes = [weights_sha256(model)]
-    model.own = {"best": 0.5, "seen": [torch.ones(2)]}
-    saver, progress = saved(tmp_path, module=model)
-    other = Layers("a", "b")
-    restored(build(tmp_path, other))
-    assert other.own["best"] == 0.5
-    hashes += [weights_sha256(model), weights_sha256(other)]
-    model.own["seen"][0][1] = 2
-    hashes.append(weights_sha256(model))
-    assert hashes[1] == hashes[2]
-    assert len({*hashes}) == 3, "each value counts"
-    model.mean[0] = float("-inf")
+def test_a_mask_may_be_infinite_and_no_other_buffer(tmp_path):
+    saver, progress = saved(tmp_path, module=Layers("a", "b"))
+    restored(build(tmp_path, Layers("a", "b")))
+    saver.model.mean[0] = float("-inf")
     with pytest.raises(Diverged):
         saver.save(progress)
 
@@ -343,59 +298,35 @@ class Part:
         self.state = state["own"]
 
 
-class Phase(enum.Enum):
-    WARM = 1
-
-
-@dataclasses.dataclass
-class Score:
-    value: float = 0.5
-
-
-READ_BACK = [
-    (np.float64(0.5), 0.5),
-    ([np.mean([1, 2]), {np.int64(3): np.bool_(True)}], [1.5, {3: True}]),
-    (np.arange(3.0), torch.arange(3.0, dtype=torch.float64)),
-    (Counter(a=2), Counter(a=2)),
-    ((b"x", {1}, 2j, torch.Size([2])), (b"x", {1}, 2j, torch.Size([2]))),
-]
-
-
-@pytest.mark.parametrize(("own", "read"), READ_BACK)
-def test_what_numpy_counted_is_read_back_as_plain_values(own, read, tmp_path):
+def test_what_numpy_counted_is_read_back_as_plain_values(tmp_path):
+    own = [
+        np.float64(0.5),
+        {np.int64(3): np.bool_(True)},
+        np.arange(3.0),
+        Counter(a=2),
+        (b"x", {1}),
+    ]
     before, part, copy = repr(own), Part(own), Part(None)
     saved(tmp_path, extra={"part": part})
     restored(build(tmp_path, extra={"part": copy}))
-    assert repr(copy.state) == repr(read)
+    tensor = torch.arange(3.0, dtype=torch.float64)
+    assert repr(copy.state) == repr([0.5, {3: True}, tensor, Counter(a=2), (b"x", {1})])
     assert repr(part.state) == before, "changed in the run that goes on"
 
 
-@pytest.mark.parametrize(
-    "own", [defaultdict(int), Path("x"), Phase.WARM, Score(), np.array(["x"]), lambda: 0]
-)
+@pytest.mark.parametrize("own", [Path("x"), np.array(["x"]), lambda: 0])
 def test_what_a_resume_would_refuse_is_refused_when_the_run_opens_and_at_a_save(own, tmp_path):
-    name, model = type(own).__qualname__, Layers("a", "b")
-    for place, message in (
-        ({"extra": {"part": Part([0, own])}}, rf"extra\['part'\]\['own'\]\[1\] is a \S*{name},"),
-        ({"module": model}, rf"model\['_extra_state'\]\['at'\] is a \S*{name}, which could not"),
-    ):
-        model.own = {"at": own}
-        with pytest.raises(UsageError, match=message):
-            build(tmp_path, **place)
-    model.own = {}
-    saver, progress = saved(tmp_path, module=model)
+    part = Part([0, own])
+    message = rf"extra\['part'\]\['own'\]\[1\] is a \S*{type(own).__qualname__}, which could not"
+    with pytest.raises(UsageError, match=message):
+        build(tmp_path, extra={"part": part})
+    part.state = None
+    saver, progress = saved(tmp_path, extra={"part": part})
     before = content(tmp_path)
-    model.own = {"at": own}
+    part.state = [0, own]
     with pytest.raises(UsageError, match=message):
         saver.save(progress)
     assert content(tmp_path) == before
-
-
-def test_the_version_of_a_module_is_saved(tmp_path):
-    """By it a module of a later PyTorch reads the state of an earlier one."""
-    saved(tmp_path, module=nn.Sequential(nn.Flatten(), nn.BatchNorm1d(784)))
-    state = torch.load(tmp_path / "last.pt", weights_only=True)["model"]
-    assert state._metadata["1"] == {"version": 2}
 
 
 def test_what_would_train_or_resume_wrongly_is_one_line(tmp_path):
@@ -451,23 +382,22 @@ def test_partial_weights_go_by_name_and_shape(tmp_path, capsys):
     assert r"skipped: \x1b[2Jx" in told
 
 
-@pytest.mark.parametrize("wrap", ["bare", "model", "model_state_dict", "state_dict", "net"])
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize(
+    ("wrap", "prefix"),
+    [("", "module."), ("model", ""), ("state_dict", "_orig_mod."), ("net", "module._orig_mod.")],
+)
 def test_weights_are_found_where_people_keep_them(wrap, prefix, tmp_path):
     source, target = models.build_model("linear"), models.build_model("linear")
     state = {prefix + name: tensor for name, tensor in source.state_dict().items()}
-    torch.save(state if wrap == "bare" else {wrap: state, "epoch": 3}, tmp_path / "weights.pt")
+    torch.save({wrap: state, "epoch": 3} if wrap else state, tmp_path / "weights.pt")
     load_weights(target, str(tmp_path / "weights.pt"))
     assert weights_sha256(target) == weights_sha256(source)
 
 
 def test_weights_that_do_not_fit_are_named_beside_our_own(tmp_path):
     path = tmp_path / "weights.pt"
-    for content in (
-        [1, 2],
-        {"a": "text"},
-        {"fc1.weight": torch.ones(2), "fc1.bias": torch.ones(2)},
-    ):
+    fc1 = {"fc1.weight": torch.ones(2), "fc1.bias": torch.ones(2)}
+    for content in ([1, 2], {"a": "text"}, fc1):
         torch.save(content, path)
         with pytest.raises(CheckpointError) as caught:
             load_weights(models.build_model("linear"), str(path))

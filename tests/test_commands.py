@@ -19,21 +19,13 @@ from tests.documents import (
 )
 from tests.processes import ROOT, copy_project, run, shell_line, succeed, summary
 
-# Other tests run these: a pattern of the command, the file, and what it does there.
-ELSEWHERE = [
-    (r"(\./)?scripts/(quickstart|test)\.sh|source ", "test_quickstart.py", "quickstart.sh"),
-    (r"\.venv/bin/python -m pytest ", "test_packaging.py", '"-m pytest" in command'),
-    (r"python scripts/lessons/NAME\.py$", "test_lessons.py", "scripts/lessons/{name}.py"),
-    (
-        r"(.*torchrun .*|python )scripts/minimal/\w+\.py",
-        "minimal.py",
-        'f"scripts/minimal/{script}.py"',
-    ),
-    (r"tensorboard ", "test_training.py", "EventAccumulator("),
-    (r"scripts/gpu_check\.sh --only", "test_gpu.py", "gpu_check.sh"),
-]
+# What tests of their own run: test_quickstart, test_lessons, test_minimal, test_training, test_gpu.
+ELSEWHERE = re.compile(
+    r"(\./)?scripts/(quickstart|test)\.sh|source |python scripts/lessons/NAME\.py$|tensorboard "
+    r"|(.*torchrun .*|python )scripts/minimal/\w+\.py|scripts/gpu_check\.sh --only"
+)
 # Several machines, and schedulers: tests run the commands of the table, which differ in numbers.
-ON_MACHINES = re.compile(r"\$HOST0|\$NODE|^(srun|sbatch|mpirun|HOSTS=)")
+ON_MACHINES = re.compile(r"-m pytest|\$HOST0|\$NODE|^(srun|sbatch|mpirun|HOSTS=)")
 # A reader's own files.
 OWN_FILES = re.compile(r"my_(script|project)|their.train|\.\.\./scripts/check|kubectl|docker ")
 PAGES = [path for path in ENGLISH if path.stem != "recipes"]  # tests/test_recipes.py follows them
@@ -59,29 +51,24 @@ TABLE = rows(section(ROOT / "docs" / "launching.md", "Every way to launch it").t
 LAUNCHED = [code.strip("`") for _, code, *_ in TABLE]  # tests/test_launch.py runs them
 
 
-def runs_elsewhere(command):
-    return (
-        command in LAUNCHED
-        or any(re.match(pattern, command) for pattern, *_ in ELSEWHERE)
-        or bool(ON_MACHINES.search(command) or OWN_FILES.search(command))
-    )
+HERE = [
+    command
+    for command in SHOWN
+    if command not in LAUNCHED
+    and not (ELSEWHERE.match(command) or ON_MACHINES.search(command) or OWN_FILES.search(command))
+]
 
 
-HERE = [command for command in SHOWN if not runs_elsewhere(command)]
+def test_the_commands_for_several_machines_are_of_kinds_that_are_launched():
+    for command in SHOWN:
+        kind = re.search(r"torchrun --nnodes|\bsrun|\bsbatch|\bmpirun|HOSTS=", command)
+        assert not kind or any(kind[0] in each for each in LAUNCHED), command
 
 
-def test_each_command_is_run_somewhere():
-    assert len(SHOWN) > 40
-    assert len(HERE) > 20
-    for pattern, file, what in ELSEWHERE:
-        assert any(re.match(pattern, command) for command in SHOWN), pattern
-        assert what in (ROOT / "tests" / file).read_text(), (file, what)
-    words = ("torchrun --nnodes", "srun", "sbatch", "mpirun", "HOSTS=")
-    for word in words:  # of the commands for several machines each kind is in the table
-        assert any(word in command for command in LAUNCHED), word
-    for command in SHOWN:  # what the check is shown with runs here
-        is_own = OWN_FILES.search(command)
-        assert "check.py" not in command or is_own or command in HERE, command
+def test_one_test_alone_runs_as_contributing_shows_it():
+    (line,) = [command for command in SHOWN if "-m pytest" in command]
+    words, _ = shell_line(line.removeprefix(".venv/bin/"))
+    assert "1 passed" in succeed(run(*words, cwd=ROOT)).stdout
 
 
 @pytest.fixture(scope="module")

@@ -13,23 +13,15 @@ BAD = """
 single | --dataset cifar              | synthetic (in utils/datasets/sources.py)
 single | --model my_network:          | callable in it, such as my_network:MyNetwork
 single | --num-workers -1             | '-1' is not a whole number
-single | --model                      | expected one argument
-single | --epochs 0                   | '0' is not a number
 single | --lr nan                     | 'nan' is not a number
-single | --momentum 1                 | '1' is not a number
-single | --devices zero               | is not a list of different device ids
 single | --devices 0,0                | is not a list of different device ids
 single | --devices 0,1                | uses one device
-single | --threads 1000000            | from 1 to 4096
-single | --seed 4294967296            | is not a whole number
 single | --init-weights ''            | is a variable not set?
 single | --resume --init-weights x.pt | drop one of them
 single | --data-on-device --num-workers 2 | drop --num-workers
 single | --batch 96                   | unrecognized arguments
-single | --replicas 2                 | unrecognized arguments
 dp     | --replicas 9007199254740992  | from 1 to 256
 dp     | --compile                    | no effect on DataParallel
-ddp    | --rank 0                     | unrecognized arguments
 """
 ROWS = [tuple(cell.strip() for cell in line.split("|")) for line in BAD.strip().splitlines()]
 
@@ -62,25 +54,21 @@ def test_ranks_have_to_agree_on_what_they_train():
     assert differing == {word for word in own.split() if word.startswith("--")}
 
 
-@pytest.mark.parametrize("technique", ["single", "dp"])
-def test_torchrun_is_refused_by_scripts_that_are_one_process(technique, capsys, monkeypatch):
+def test_torchrun_is_refused_by_scripts_that_are_one_process(capsys, monkeypatch):
     """Or each of them would train the whole, into one folder."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit, match="2"):
-        config.parse_args(technique, None, [])
-    assert "one process, and torchrun started 2" in capsys.readouterr().err
+    for technique in ("single", "dp"):
+        with pytest.raises(SystemExit, match="2"):
+            config.parse_args(technique, None, [])
+        assert "one process, and torchrun started 2" in capsys.readouterr().err
 
 
 STARTS = [
-    ("train_single.py", "--lr nan", 2, "not a number"),
     ("train_single.py", "--init-weights nowhere.pt", 1, "nowhere.pt: No such file"),
     ("train_single.py", "--batch-size 60001", 2, "larger than the training set"),
     ("train_single.py", "--run-dir /proc/run", 2, "cannot be written"),
-    ("train_single.py", "--device cpu --devices 0", 2, "there are 0 GPUs to use"),
-    ("train_dp.py", "--output-device 0", 2, "is not one of the GPUs []"),
-    ("train_ddp.py", "--backend nccl --device cpu", 2, "was built with"),
-    ("train_ddp.py", "--nprocs 3 --backend mpi", 2, "was built with"),  # one line for all ranks
+    ("train_ddp.py", "--nprocs 2 --backend mpi", 2, "was built with"),  # one line for all ranks
     ("train_ddp.py", "--sync-bn", 2, "SyncBatchNorm works on GPUs only"),
 ]
 

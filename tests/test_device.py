@@ -18,8 +18,7 @@ CPU = torch.device("cpu")
     ("asked", "variable", "torchrun", "threads"),
     [
         (3, "5", False, 3),
-        (None, "5,2", False, 5),
-        (None, "5", True, 5),
+        (None, "5,2", True, 5),
         (None, "1", True, 2),
         (None, "1", False, 1),
         (None, "99999999", False, 2),

@@ -105,7 +105,9 @@ def by_hand(short_dir):
 
 
 @pytest.mark.parametrize(
-    "layout", [("single", 1, 1), ("single", 1, 2), ("dp", 3, 1), ("ddp", 3, 1), ("spawn", 2, 2)]
+    # devices and micro-steps; 500 test images do not divide by 3
+    "layout",
+    [("single", 1, 1), ("single", 1, 2), ("dp", 3, 1), ("spawn", 3, 2)],
 )
 def test_each_layout_computes_what_is_written_out_here(layout, by_hand, short_dir, tmp_path):
     """Order, rates, decay, smoothing, clipping, momentum; averages of all ranks and steps."""
@@ -161,36 +163,14 @@ def test_a_progress_bar_is_shown_on_a_terminal(short_dir, tmp_path):
     assert shown.count(b"| 0/10") == 1, shown
 
 
-@pytest.mark.parametrize("technique", ["single", "dp", "spawn"])
-def test_batch_statistics_move_in_each_epoch(technique, training):
-    """An evaluation leaves the model in its other mode, which training has to change back."""
-    succeed(training.run(technique, "--epochs", 2, "--batch-size", 480))
-    steps = 8 if technique == "single" else 4
-    counts = [v for k, v in state(training.folder)["model"].items() if "tracked" in k]
-    assert counts == [steps] * 3
-
-
-@pytest.mark.parametrize("technique", ["dp", "spawn"])
-def test_only_training_counts_as_training(technique, training):
+def test_only_training_counts_as_training(training):
     """By a clock on which a step takes a second, the first ten a hundred, and a save an hour."""
-    extra = ["--model", "linear", "--epochs", 2, "--max-steps", 14, "--save-every-steps", 4]
-    succeed(training.run(technique, *extra, ALTER="clock"))
-    # The speed leaves out the first ten steps, and of ten the first one.
-    assert [row["images_per_second"] for row in training.metrics] == [1.92, 192]
-    assert training.summary["train_images_per_second"] == 192
-    assert training.summary["train_seconds"] == 1004
-
-
-def test_memory_is_that_of_the_model(training, short_dir, tmp_path):
-    small, large = (Training(short_dir, tmp_path / name) for name in ("linear", "basic"))
-    for each in (small, large):
-        succeed(
-            each.run("single", "--model", each.folder.name, "--batch-size", 480, "--max-steps", 1)
-        )
-    (few,), (many,) = (each.summary["peak_memory_bytes"] for each in (small, large))
-    activations = 480 * 4 * (32 * 26**2 + 64 * 24**2)
-    assert few > 2**26, "PyTorch alone takes more"
-    assert many - few > activations
+    extra = ["--model", "linear", "--epochs", 2, "--max-steps", 28, "--save-every-steps", 4]
+    succeed(training.run("single", *extra, ALTER="clock"))
+    # The speed leaves out the first ten steps.
+    assert [row["images_per_second"] for row in training.metrics] == [96, 96]
+    assert training.summary["train_images_per_second"] == 96
+    assert training.summary["train_seconds"] == 1018
 
 
 def test_a_rank_that_is_missing_is_one_line_although_nobody_asked_for_few(short_dir):

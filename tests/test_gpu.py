@@ -22,11 +22,10 @@ from tests.processes import (
     run,
     succeed,
     summary,
-    torchrun,
 )
 
 SHORT = ["--model", "mlp", "--max-steps", 30, "--batch-size", 48, "--warmup-epochs", 0]
-DDP = pytest.param("ddp", marks=pytest.mark.nccl)
+DDP = pytest.param("ddp", "fp16", marks=pytest.mark.nccl)
 LESSONS = sorted((ROOT / "scripts" / "lessons").glob("[a-z]*.py"))
 
 
@@ -42,7 +41,6 @@ def training(synthetic_dir, tmp_path):
 # the doctor hangs where $HANG is set.
 FAKE_PYTHON = """case "$*" in
     -c*find_spec*) for name in $LACKS; do case " $* " in *" $name "*) echo "$name" ;; esac; done ;;
-    -c*"(2, 9)"*) exit "${NO_TORCH:-0}" ;;
     -c*device_count*) echo "${GPUS:-2}" ;;
     -\\ *) [ -z "$LACKS" ] && exit || exit 1 ;;
     *pytest*) exit 1 ;;
@@ -53,52 +51,47 @@ case "$*" in -*) ;; *) echo "ran $*" ;; esac"""
 
 
 @pytest.fixture
-def fakes(tmp_path):
-    """A folder with a copy of the script, and with programs that only say what they were asked."""
-    (tmp_path / "scripts").mkdir()
+def check(tmp_path):
+    """Return what runs a copy of the script among programs that only say what they were asked."""
+    for folder in ("scripts", "tests", "bin"):
+        (tmp_path / folder).mkdir()
     for name in ("gpu_check.sh", "quickstart.sh", "environment.sh"):
         shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
-    (tmp_path / "tests").mkdir()
+    script = tmp_path / "scripts" / "gpu_check.sh"
+    script.write_text(script.read_text().replace("LIMIT=600", "LIMIT=2"))
     (tmp_path / "tests" / "test_one.py").write_text("@pytest.mark.gpu")
-    (tmp_path / "bin").mkdir()
-    smi = "echo GPU 0: Fake; echo GPU 1: Fake"
-    for name, text in ("nvidia-smi", smi), ("python3", FAKE_PYTHON):
+    for name, text in ("nvidia-smi", "echo GPU 0: Fake"), ("python3", FAKE_PYTHON):
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / "bin" / name).chmod(0o755)
-    return tmp_path
+    path = f"{tmp_path}/bin:/usr/bin:/bin"
+    return lambda *words, **variables: run(script, *words, cwd=tmp_path, PATH=path, **variables)
 
 
-def check(fakes, *arguments, **variables):
-    words = [fakes / "scripts" / "gpu_check.sh", *arguments]
-    return run(*words, cwd=fakes, PATH=f"{fakes}/bin:/usr/bin:/bin", **variables)
-
-
-def report_of(fakes):
-    """Return the report and, by the name of each part, its state without the seconds."""
-    (path,) = fakes.glob("runs/gpu-check-*/report.md")
+def read_report(folder):
+    """Return the report and, by the name of each part that is not complete, its state."""
+    (path,) = folder.glob("runs/gpu-check-*/report.md")
     text = path.read_text()
     assert text.count("```\n$ ") * 2 == text.count("```\n"), "each block is closed"
     rows = re.findall(r"^- (\w+): (.*) \(\d+ s\)$", text, re.MULTILINE)
     titles = re.findall("^## (.*)", text, re.MULTILINE)
     assert titles == [*(name.title() for name, _ in rows), "Summary"]
-    return text, dict(rows)
+    return text, {name: state for name, state in rows if state != "complete"}
 
 
-def test_without_a_gpu_there_is_nothing_to_check(fakes):
-    """And where an environment is missing, none is made for that."""
-    assert "torch can use no GPU" in error_line(check(fakes, GPUS="0"))
-    (fakes / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho No devices were found\nexit 6\n")
-    assert "lists no GPU" in error_line(check(fakes, NO_TORCH="1"))
+def test_without_a_gpu_there_is_nothing_to_check(check):
+    assert "torch can use no GPU" in error_line(check(GPUS="0"))
 
 
-def test_the_report_has_all_parts_although_one_failed(fakes):
-    ended = check(fakes, "--data-dir", "my data")
+def test_the_report_has_all_parts_although_two_failed(check, tmp_path):
+    """One of them takes too long."""
+    ended = check("--data-dir", "my data", HANG="1")
     assert ended.returncode == 1, ended.text
-    text, states = report_of(fakes)
-    listed = [line.split()[0] for line in check(fakes, "--list").stdout.splitlines()]
-    assert list(states) == listed
-    failed = [name for name, state in states.items() if state != "complete"]
-    assert failed == ["tests", "nccl"]
+    text, other = read_report(tmp_path)
+    assert [*other] == ["doctor", "tests", "nccl"]
+    assert other["doctor"].startswith("failed: ")
+    assert "did not end within the ten minutes" in text
+    for line in check("--list").stdout.splitlines():
+        assert f"\n## {line.split()[0].title()}\n" in text
     assert "scripts/tools/doctor.py --dataset mnist --data-dir my data" in text
     trained = re.findall(r"^\$ .* train_single.py --dataset mnist", text, re.MULTILINE)
     assert len(trained) == 1 + 2 * 5, "a profile, and two settings with five seeds"
@@ -107,60 +100,43 @@ def test_the_report_has_all_parts_although_one_failed(fakes):
     assert re.search(r"env TORCH_DIST_USE_NCCL2=1 \S*python3 -m pytest .*-m nccl", text)
 
 
-def test_what_a_machine_lacks_is_skipped_and_told(fakes):
-    lacking = {"LACKS": "hypothesis torchvision", "GPUS": "1", "NO_MNIST": "1"}
-    ended = succeed(check(fakes, **lacking))
-    text, states = report_of(fakes)
-    skipped = {name: state for name, state in states.items() if state != "complete"}
-    assert list(skipped) == ["overlap", "time", "quickstart", "tests", "nccl"]
-    for name, words in (
-        ("overlap", "skipped: it takes two GPUs"),
-        ("time", "skipped: it takes MNIST"),
-        ("quickstart", "requirements.txt (torchvision)"),
-        ("tests", "skipped: the tests need hypothesis"),
-    ):
-        assert words in skipped[name]
+def test_what_a_machine_lacks_is_skipped_and_told(check, tmp_path):
+    ended = succeed(check(LACKS="hypothesis torchvision", GPUS="1", NO_MNIST="1"))
+    text, skipped = read_report(tmp_path)
+    for name, words in {
+        "overlap": "skipped: it takes two GPUs",
+        "time": "skipped: it takes MNIST",
+        "quickstart": "requirements.txt (torchvision)",
+        "tests": "skipped: the tests need hypothesis",
+        "nccl": "skipped: the tests need hypothesis",
+    }.items():
+        assert words in skipped.pop(name)
+    assert skipped == {}
     assert "No MNIST (prepare_data.py: error: gone): drawn digits instead" in text
     assert text.count("One GPU: ") == 3, "the doctor, the launches and the benchmark"
     assert "Reports are welcome" in ended.stderr
-
-
-def test_a_part_alone_and_one_that_takes_too_long(fakes):
-    script = fakes / "scripts" / "gpu_check.sh"
-    text = script.read_text()
-    script.write_text(text.replace("LIMIT=600", "LIMIT=2"))
-    assert script.read_text() != text
-    ended = check(fakes, "--only", "doctor,launches", HANG="1")
-    assert ended.returncode == 1
-    told, states = report_of(fakes)
-    assert states["doctor"].startswith("failed: ")
-    assert list(states) == ["doctor", "launches"]
-    assert "did not end within the ten minutes" in told
 
 
 # One GPU
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("technique", ["single", "gpus", DDP])
-@pytest.mark.parametrize("extra", [[], ["--amp", "bf16"], ["--amp", "fp16", "--max-grad-norm", 5]])
-def test_a_script_trains_on_a_gpu(extra, technique, training):
-    succeed(training.run(technique, *SHORT, "--devices", 0, *extra, processes=1))
+@pytest.mark.parametrize(("technique", "amp"), [("single", "bf16"), ("gpus", "fp16"), DDP])
+def test_a_script_trains_on_a_gpu(technique, amp, training):
+    succeed(training.run(technique, *SHORT, "--devices", 0, "--amp", amp, processes=1))
     facts, saved = training.summary, state(training.folder)
     assert (facts["device"], facts["num_devices"]) == ("cuda", 1)
     assert facts["backend"] == ("nccl" if technique == "ddp" else None)
-    assert facts["test_count"] == 10_000
     assert facts["test_accuracy"] > 0.5
-    assert ("scale" in saved["scaler"]) == ("fp16" in extra)
+    assert ("scale" in saved["scaler"]) == (amp == "fp16")
     assert all(tensor.dtype == torch.float32 for tensor in saved["model"].values())
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(PRETENDED or not shutil.which("cc"), reason="needs a GPU and a C compiler")
-@pytest.mark.parametrize("technique", ["single", DDP])
-def test_a_compiled_model_trains_on_a_gpu(technique, training):
-    extra = [*SHORT, "--devices", 0, "--compile"]
-    succeed(training.run(technique, *extra, processes=1, timeout=280))
+@pytest.mark.nccl
+def test_a_compiled_model_trains_on_a_gpu(training):
+    succeed(training.run("ddp", *SHORT, "--devices", 0, "--compile", processes=1, timeout=280))
     assert training.summary["test_accuracy"] > 0.5
 
 
@@ -178,22 +154,21 @@ def test_data_on_the_device_trains_the_same_and_takes_its_memory(synthetic_dir, 
     assert found[1]["test_accuracy"] == pytest.approx(found[0]["test_accuracy"], abs=0.02)
 
 
-def train_20(technique, devices, model, folder, data_dir, *extra, dtype="float64"):
+def train_20(technique, devices, model, folder, data_dir, *extra):
     """Train 20 steps without what would enlarge a rounding, and return the weights."""
-    extra = ["--max-steps", 20, *extra]
-    return train((technique, devices, 1), model, folder, data_dir, *extra, dtype=dtype)[0]
+    return train((technique, devices, 1), model, folder, data_dir, "--max-steps", 20, *extra)[0]
 
 
 @pytest.mark.gpu
 def test_a_gpu_computes_what_a_cpu_does(synthetic_dir, tmp_path):
     """In float64, in which no prediction hangs on a rounding."""
-    cpu, gpu = (
+    kinds = ("cpu", "cuda")
+    weights = [
         train_20("single", 1, "mlp", tmp_path / kind, synthetic_dir, "--device", kind)
-        for kind in ("cpu", "cuda")
-    )
-    assert distance(cpu, gpu) < 1e-9
-    scores = [summary(tmp_path / kind)["test_correct"] for kind in ("cpu", "cuda")]
-    assert scores[0] == scores[1]
+        for kind in kinds
+    ]
+    assert distance(*weights) < 1e-9
+    assert len({summary(tmp_path / kind)["test_correct"] for kind in kinds}) == 1
 
 
 @pytest.mark.gpu
@@ -201,17 +176,6 @@ def test_a_gpu_computes_what_a_cpu_does(synthetic_dir, tmp_path):
 def test_a_lesson_that_names_cuda_shows_the_same_on_a_gpu(name):
     ended = run(sys.executable, ROOT / "scripts" / "lessons" / name, timeout=150)
     assert "NOT SHOWN" not in succeed(ended).stdout
-
-
-@pytest.mark.gpu
-def test_a_loss_that_is_not_a_number_is_never_saved(training):
-    """A GPU's loss is looked at every 50 steps; a checkpoint is looked at before it is written."""
-    extra = ["--model", "linear", "--max-steps", 30, "--save-every-steps", 3, "--device", "cuda"]
-    ended = training.run("single", *extra, ALTER="nan", ALTER_AT="4")
-    assert "the loss is nan at step 6 in training, which is not saved" in ended.stderr
-    saved = state(training.folder)
-    assert saved["progress"]["global_step"] == 3
-    assert all(tensor.isfinite().all() for tensor in saved["model"].values())
 
 
 @pytest.mark.gpu
@@ -228,16 +192,15 @@ def test_two_ranks_share_a_gpu_over_gloo_alone(training):
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("float32", 1e-6)])
-def test_dp_and_ddp_end_in_the_weights_of_one_gpu(dtype, tolerance, synthetic_dir, tmp_path):
+def test_dp_and_ddp_end_in_the_weights_of_one_gpu(synthetic_dir, tmp_path):
     """The real nn.DataParallel, gathering on either GPU, and DDP over NCCL."""
-    single = train_20("single", 1, "mlp", tmp_path / "0", synthetic_dir, "--devices=0", dtype=dtype)
+    single = train_20("single", 1, "mlp", tmp_path / "0", synthetic_dir, "--devices=0")
     for i, (technique, extra) in enumerate(
         [("gpus", ["--output-device", 0]), ("gpus", ["--output-device", 1]), ("ddp", [])], start=1
     ):
         folder, both = tmp_path / str(i), ["--devices=0,1", *extra]
-        two = train_20(technique, 2, "mlp", folder, synthetic_dir, *both, dtype=dtype)
-        assert distance(single, two) <= tolerance, (technique, extra)
+        two = train_20(technique, 2, "mlp", folder, synthetic_dir, *both)
+        assert distance(single, two) <= 1e-12, (technique, extra)
         facts = summary(folder)
         assert (facts["device"], facts["num_devices"]) == ("cuda", 2)
         assert facts["backend"] == ("nccl" if technique == "ddp" else None)
@@ -256,16 +219,15 @@ def test_sync_bn_normalises_over_the_batch_of_both(synthetic_dir, tmp_path):
 
 @pytest.mark.gpu(2)
 def test_any_script_resumes_any_other_from_cpu_to_gpus_and_back(training):
-    chain = ["cpu", "single", "gpus", "spawn", "gpus", "single", "spawn", "single", "cpu"]
+    chain = ["cpu", "single", "gpus", "spawn", "cpu"]
     where = {"cpu": ["--device", "cpu"], "single": ["--devices", 0]}
     for i, technique in enumerate(chain):
-        extra = ["--model", "mlp", "--max-steps", 10 * (i + 1), *(["--resume"] if i else [])]
+        extra = ["--model", "mlp", "--max-steps", 10 * (i + 1), *["--resume"] * (i > 0)]
         extra += ["--amp", "fp16", *where.get(technique, ["--devices", "0,1"])]
         succeed(training.run(technique.replace("cpu", "single"), *extra))
         facts = training.summary
         assert facts["device"] == ("cpu" if technique == "cpu" else "cuda")
         assert (facts["global_step"], facts["resumed_from"]) == (10 * (i + 1), 10 * i or None)
-        assert facts["test_count"] == 10_000
 
 
 @pytest.mark.gpu(2)
@@ -284,8 +246,7 @@ def test_replicas_compute_in_the_dtype_that_was_asked_for(synthetic_dir, tmp_pat
     ("fault", "step", "extra"),
     [
         ("SIGSTOP", 7, []),
-        ("SIGKILL", 49, ["--timeout", 300]),
-        ("SIGKILL", 60, ["--sync-bn", "--model", "convnet"]),
+        ("SIGKILL", 60, ["--sync-bn", "--model", "convnet", "--timeout", 300]),
         ("SIGKILL", "evaluate", ["--max-steps", 60]),
     ],
 )
@@ -376,39 +337,3 @@ def test_a_minimal_script_takes_the_gpus(name, short_dir, tmp_path):
     ended = minimal.train(name, 2, tmp_path, "--data-dir", short_dir, "--epochs", 2)
     assert minimal.result(ended)[1] > 50
     assert b"cuda:0" in (tmp_path / "model.pt").read_bytes()
-
-
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize(
-    ("gpus", "rows"), [("0", "single dp ddp single"), ("0,1", "single dp ddp")]
-)
-def test_quickstart_compares_what_the_gpus_allow(gpus, rows, copy, synthetic_dir):
-    words = ["--dataset", "synthetic", "--data-dir", synthetic_dir, "--model", "linear"]
-    words += ["--max-steps", 30]
-    quickstart = copy / "scripts" / "quickstart.sh"
-    ended = run(quickstart, *words, cwd=copy, timeout=200, CUDA_VISIBLE_DEVICES=gpus)
-    told = [line.split() for line in succeed(ended).stdout.splitlines() if line.endswith(" MB")]
-    assert [row[0] for row in told] == rows.split()
-    is_one = gpus == "0"
-    assert ("except in the row of cuda" in ended.stdout) == is_one
-    assert ("A device is a GPU (cuda)." in ended.stdout) == (not is_one)
-
-
-@pytest.mark.gpu(2)
-def test_the_tools_work_on_gpus(synthetic_dir, tmp_path):
-    where = ["--dataset", "synthetic", "--data-dir", synthetic_dir]
-    tools = {
-        "benchmark.py": [*where, "--quick", "--seconds", 0.1, "--models", "linear"],
-    }
-    for name, words in tools.items():
-        path = ROOT / "scripts" / "tools" / name
-        ended = succeed(run(sys.executable, path, *words, cwd=tmp_path, timeout=200))
-        assert "failed" not in ended.stdout
-    few = ["--model", "mlp", "--batch-size", 16]
-    for name, words, line in [
-        ("doctor.py", where, r"^all-reduce +ok"),
-        ("scaling.py", few, r"^DDP, torch .*: .*(during|after|to tell)"),
-    ]:
-        words = torchrun(2, f"scripts/tools/{name}", *words)
-        ended = succeed(run(*[word for word in words if word != "--no-progress"]))
-        assert re.search(line, ended.stdout, re.MULTILINE)

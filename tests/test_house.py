@@ -1,24 +1,21 @@
 """The house: rooms with arrows that point one way, and scripts that stay small."""
 
 import re
-import subprocess
 import sys
 from graphlib import TopologicalSorter
 
 from tests.processes import run, succeed
 from tests.sources import (
-    CHECK,
     CLUSTER,
     DATASETS,
     FULL,
     GROUND,
-    LESSONS,
     MINIMAL,
     ROOT,
     SCRIPTS,
     TRAINING,
-    code_lines,
     count,
+    imported,
     imports,
     name_of,
 )
@@ -37,40 +34,32 @@ ARROWS = {name_of(path): {module for module, _ in imports(path)} for path in PRO
 
 
 def test_the_lesson_stays_small():
-    """A test holds what a learner reads. How large the rest is, is for a maintainer to watch."""
+    """These scripts are what a learner reads. How large the rest is, a maintainer watches."""
     limits = [*zip(SCRIPTS, (65, 75, 95), strict=True), (COMPLETE, 142), (FSDP, 74)]
-    limits += [(path, 100) for path in LESSONS]
     limits += [(path, 61) for path in MINIMAL if path not in (COMPLETE, FSDP)]
     too_long = {path.name: count([path]) for path, limit in limits if count([path]) > limit}
     assert not too_long, FULL
 
 
-def test_the_arrows_point_one_way():
+def test_the_arrows_point_one_way_and_make_no_circle():
     """Each room uses only those that stand before it. So no two rooms use each other."""
     rooms = ("utils", "utils.datasets", "top", "utils.training", "utils.cluster", "train_")
     for module, used in ARROWS.items():
         own = rooms.index(room_of(module))
         wrong = [name for name in used if rooms.index(room_of(name)) > own]
         assert not wrong, f"{module} uses {wrong}"
-
-
-def test_there_is_no_circle():
     TopologicalSorter(ARROWS).prepare()  # the error names the circle
-
-
-def test_nothing_but_its_tests_imports_the_check():
-    own = "|".join(path.stem for path in CHECK)
-    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True)
-    for name in listed.stdout.split():
-        found = re.search(rf"^ *(from|import) ({own})\b", (ROOT / name).read_text(), re.MULTILINE)
-        assert not found or name.startswith(("scripts/check/", "tests/test_check")), (name, found)
-
-
-def test_no_import_hides_in_a_function():
-    """Of this project's own modules: there it could only dodge a circle."""
-    for path in PROJECT:
+    for path in PROJECT:  # in a function an import could only dodge a circle
         hidden = [module for module, is_inside in imports(path) if is_inside]
         assert not hidden, f"{path}: {hidden}"
+
+
+def test_what_the_code_imports_is_required():
+    paths = [*PROJECT, *ROOT.glob("scripts/tools/*.py")]
+    found = {name.partition(".")[0] for path in paths for name, _ in imported(path)}
+    own = {path.stem for path in paths} | {"utils"}
+    required = re.findall(r"^[\w-]+", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    assert found - own - sys.stdlib_module_names - {*required} == {"numpy"}, "which torch asks for"
 
 
 def test_no_test_imports_another():
@@ -79,14 +68,6 @@ def test_no_test_imports_another():
             r"^(from tests\.test_|from tests import .*test_).*", path.read_text(), re.M
         )
         assert not found, f"{path}: {found[0]}"
-
-
-def test_the_training_stands_in_the_scripts():
-    """The other two differ from the baseline by what tests/test_diff.py asks for."""
-    text = "\n".join(line for _, line in code_lines(SCRIPTS[0].read_text()))
-    for words in (".backward()", "clip_grad_norm_(", "scaler.step(optimizer)", "model(images)"):
-        assert words in text
-    assert "nn.DataParallel(" in SCRIPTS[1].read_text()
 
 
 # Imports modules, and prints which signal handlers and variables are then others.
@@ -104,7 +85,7 @@ print(*[{k for k in new if new[k] != old.get(k)} for old, new in zip(before, now
 
 
 def test_importing_a_module_changes_nothing():
-    """A tool that imports one keeps its Ctrl-C. Only the first import of a script says otherwise.
+    """A tool that imports one keeps its Ctrl-C. Only utils.early, a script's first, is other.
 
     A tool is a script, too: it may choose NCCL's class before it imports torch.
     """
@@ -112,5 +93,3 @@ def test_importing_a_module_changes_nothing():
     assert succeed(run(sys.executable, "-c", UNCHANGED, *modules)).stdout == "set() set()\n"
     tools = sorted(path.stem for path in (ROOT / "scripts" / "tools").glob("[a-z]*.py"))
     assert succeed(run(sys.executable, "-c", UNCHANGED, *tools)).stdout.startswith("set() ")
-    early = succeed(run(sys.executable, "-c", UNCHANGED, "utils.early")).stdout
-    assert not early.startswith("set() ")

@@ -13,7 +13,7 @@ from utils.metrics import Metrics
 PARAMETERS = {"convnet": 65_450, "basic": 1_199_882, "linear": 7_850, "mlp": 235_146}
 
 
-@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize("name", [*PARAMETERS, pytest.param("resnet18", marks=pytest.mark.slow)])
 def test_images_in_logits_out_and_every_parameter_has_a_gradient(name):
     """DDP waits for every gradient: a parameter without one is an error there."""
     if name == "resnet18":
@@ -34,14 +34,12 @@ def test_a_model_may_convolve_in_three_dimensions(monkeypatch):
 
 
 def test_resnet18_says_why_it_cannot_be_built(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchvision", None)
     monkeypatch.setitem(sys.modules, "torchvision.models", None)
     with pytest.raises(UsageError, match="needs torchvision"):
         models.build_model("resnet18")
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("classes", [3, 200], ids=["no class -100", "a class C - 100"])
+@pytest.mark.parametrize(("classes", "smoothing"), [(3, 0.1), (200, 0.0)])  # has a class C - 100
 def test_ignored_samples_count_nowhere(classes, smoothing):
     """The others are the mean and the gradients that PyTorch has; a batch with none is no NaN."""
     targets = torch.arange(10) % 3

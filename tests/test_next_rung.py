@@ -13,7 +13,6 @@ from tests import minimal
 from tests.processes import PRETENDED, run, succeed
 from utils.datasets import idx
 
-RANKS = [2, pytest.param(3, marks=pytest.mark.slow)]
 HOLDS = re.compile(r"rank (\d) holds ([\d,]+) of ([\d,]+) parameters")
 
 
@@ -25,12 +24,12 @@ def held(ended):
     return numbers, int(told[0][2].replace(",", ""))
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_fsdp_ends_in_the_weights_of_ddp(ranks, short_dir, tmp_path):
     """In float64, with a part of the model on each rank; an mlp takes their weights as they are."""
     saved = {}
     for script in ("ddp", "fsdp"):
-        flags = ["--data-dir", short_dir, "--batch-size", 96 // ranks, "--epochs", 2]
+        flags = ["--data-dir", short_dir, "--batch-size", 96 // ranks]
         ended = minimal.train(script, ranks, tmp_path / script, *flags, ALTER="exact")
         minimal.result(ended)
         saved[script] = torch.load(tmp_path / script / "model.pt", weights_only=True)

@@ -31,6 +31,7 @@ def test_no_outputs_are_stored_and_an_address_is_asked_for(tmp_path, monkeypatch
         run_cells(CODE)
 
 
+@pytest.mark.slow
 def test_all_cells_run(tmp_path, monkeypatch):
     """In a clone of the project as it stands. Its programs run in tests of their own."""
     origin = copy_project(tmp_path / "origin")

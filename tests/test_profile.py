@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.processes import PRETENDED, ROOT, Training, succeed
+from tests.processes import ROOT, succeed
 from utils.errors import UsageError, guard
 from utils.training import timing
 
@@ -64,8 +64,7 @@ def analyse(events):
 def test_phases_of_whole_steps_and_the_rest():
     later = [event("ProfilerStep#8", 100, 900), event("forward", 110, 890)]  # it never ends
     result = analyse(step() + later)
-    assert list(result["shares"].values()) == [0.1, 0.3, 0.4, 0, 0.1, 0.1]
-    assert list(result["shares"]) == KEYS
+    assert result["shares"] == dict(zip(KEYS, [0.1, 0.3, 0.4, 0, 0.1, 0.1], strict=True))
     assert result["step_seconds"] == pytest.approx(100e-6)
     assert result["timeline"] == "main thread"
     with pytest.raises(UsageError, match="no whole step"):
@@ -130,7 +129,7 @@ def test_a_kernel_belongs_to_the_phase_that_launched_it():
 
 @pytest.mark.parametrize(
     ("steps", "timed", "speed"),
-    [(1, None, None), (4, (2, 4), 30 / 3), (10, (2, 10), 90 / 9), (14, (11, 14), 40 / 4.5)],
+    [(1, None, None), (10, (2, 10), 90 / 9), (14, (11, 14), 40 / 4.5)],
 )
 def test_a_speed_says_over_which_steps_it_is(steps, timed, speed, monkeypatch):
     """A step takes a second, the first one nine; saving after the twelfth takes six."""
@@ -156,17 +155,6 @@ def trace(run_dir):
     return guard(tool.run, argparse.Namespace(run_dirs=[run_dir]))
 
 
-def check_result(run_dir, capsys):
-    capsys.readouterr()
-    assert trace(run_dir) == 0
-    assert capsys.readouterr().out.startswith(f"{run_dir}: profile of 10 steps, ")
-    result = tool.share_out(tool.read_trace(run_dir / "profile" / "rank0.json.gz"))
-    assert list(result["shares"]) == KEYS
-    assert sum(result["shares"].values()) == pytest.approx(1, abs=1e-3)
-    assert min(result["shares"]["forward"], result["shares"]["backward"]) > 0
-    return result
-
-
 SINGLE = {"forward", "Optimizer.step#SGD.step", "aten::_foreach_norm"}
 DP = {"DataParallel.forward", "DataParallel.scatter"}
 RANKS = ["--grad-accum-steps", 2, "--bucket-cap-mb", 0.1]
@@ -177,7 +165,7 @@ DDP = {"DistributedDataParallel.forward", "gloo:all_reduce", "c10d::allreduce_"}
     ("name", "extra", "names", "parts"),
     [
         ("single", ["--num-workers", 1], SINGLE, set()),
-        ("dp", [], DP, {"scatter", "replicate", "gather"}),
+        pytest.param("dp", [], DP, {"scatter", "replicate", "gather"}, marks=pytest.mark.slow),
         ("spawn", RANKS, DDP, {"in_backward", "elsewhere"}),
     ],
 )
@@ -186,8 +174,13 @@ def test_a_profiled_run(name, extra, names, parts, training, capsys):
     result = succeed(training.run(name, *words))
     assert result.stdout.count("profile of 10 steps") == 1, "rank 0 alone prints, and once"
     assert "ERROR" not in result.text, "Kineto misses the GPU"
-    facts = check_result(training.folder, capsys)
+    capsys.readouterr()
+    assert trace(training.folder) == 0
+    assert capsys.readouterr().out.startswith(f"{training.folder}: profile of 10 steps, ")
+    facts = tool.share_out(tool.read_trace(training.folder / "profile" / "rank0.json.gz"))
     assert set(facts["communication_parts"]) == parts
+    assert facts["shares"]["gaps"] < 0.5, "most of a step has a name"
+    assert min(facts["shares"][name] for name in ("data", "forward", "backward", "optimizer")) > 0
     for rank in range(2 if name == "spawn" else 1):
         with gzip.open(training.folder / "profile" / f"rank{rank}.json.gz", "rt") as file:
             found = Counter(e.get("name", "") for e in json.load(file)["traceEvents"])
@@ -199,37 +192,24 @@ def test_a_profiled_run(name, extra, names, parts, training, capsys):
             assert found["gloo:broadcast"] == 0, "each forward waits for rank 0's buffers"
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(PRETENDED, reason="needs a GPU, whose kernels are traced")
-@pytest.mark.parametrize("technique", ["single", "gpus", "spawn"])
-def test_on_a_gpu_the_clock_is_the_devices(technique, training, capsys):
-    succeed(training.run(technique, "--max-steps", 24, "--profile", processes=1))
-    assert check_result(training.folder, capsys)["timeline"] == "device"
-
-
 @pytest.mark.slow
-def test_a_profile_changes_no_weights_and_short_epochs_say_so(short_dir, tmp_path):
-    words = ["--model", "linear", "--batch-size", 128, "--epochs", 2, "--no-tensorboard"]
-    profiled, other = (Training(short_dir, tmp_path / name) for name in ("with", "without"))
-    result = profiled.run("single", *words, "--profile")
-    assert result.stdout.count("profile of 3 steps") == 1, "in the first epoch only"
-    succeed(other.run("single", *words))
-    assert profiled.summary["weights_sha256"] == other.summary["weights_sha256"]
-    more = ["--resume", "--profile", "--epochs", 4, "--max-steps", 35]
-    result = profiled.run("single", *words, *more)
-    assert "profile: too few steps, it takes 13 or more" in result.stdout, result.text
+def test_a_profile_of_too_few_steps_says_so(training):
+    words = ["--model", "linear", "--batch-size", 128, "--no-tensorboard", "--profile"]
+    told = succeed(training.run("single", *words)).stdout
+    assert told.count("profile of 3 steps") == 1, "in the first epoch only"
+    more = ["--resume", "--epochs", 2, "--max-steps", 20]
+    told = succeed(training.run("single", *words, *more)).stdout
+    assert "profile: too few steps, it takes 13 or more" in told
 
 
 def test_what_is_no_trace_is_one_line(tmp_path, capsys):
     (tmp_path / "profile").mkdir()
     for content, message in (
         (None, "does not exist: train with --profile"),
-        (b'{"traceEvents": [{"ph": "X"}]}', "is not a trace of --profile"),
         (b'{"traceEvents": []}', "the trace holds no step"),
     ):
         if content:
             (tmp_path / "profile" / "rank0.json.gz").write_bytes(gzip.compress(content))
         assert trace(tmp_path) == 2
         [line] = capsys.readouterr().err.splitlines()
-        assert ": error: " in line
         assert message in line

@@ -130,31 +130,6 @@ def test_early_stopping(kitchen):
 
 
 @pytest.mark.slow
-def test_the_best_checkpoint_is_right_after_a_kill_between_its_two_files(kitchen):
-    """Both evaluations of the epoch find the same loss, so it stands once in the history."""
-    title, flags = "Early stopping, and the best checkpoint", "--model linear --max-steps 25"
-    documents.follow(blocks(title), kitchen.folder)
-    script = kitchen.folder / "train_ddp.py"
-    text, line = script.read_text(), "            run.end_epoch(test)\n"
-    assert text.count(line) == 1
-    kill = "            if epoch == 1 and rank == 0:\n                os.kill(os.getpid(), 9)\n"
-    script.write_text(text.replace(line, kill + line))
-    [command] = documents.commands_of(blocks(title))
-    words, variables = shell_line(f"{command} {flags} {QUIET} --run-dir runs/here")
-    assert run(*words, cwd=kitchen.folder, timeout=120, **variables).returncode != 0
-    assert torch.load(kitchen.here / "best.pt")["progress"]["global_step"] == 20
-    assert len(metrics(kitchen.here)) == 1
-    script.write_text(text)
-    kitchen.give(title, flags, "--resume")
-    rows = metrics(kitchen.here)
-    losses = [row["test_loss"] for row in rows]
-    assert last(kitchen.here)["extra"]["history"]["losses"] == losses
-    best = torch.load(kitchen.here / "best.pt")
-    step = next(row["global_step"] for row in rows if row["test_loss"] == min(losses))
-    assert best["progress"]["global_step"] == step
-
-
-@pytest.mark.slow
 def test_a_project_of_ones_own_begins_with_a_copy(kitchen):
     title = "Start a project from it"
     documents.follow(blocks(title), kitchen.folder)
@@ -210,7 +185,7 @@ def test_a_whole_project_is_killed_and_goes_on_with_another_number_of_ranks(kitc
 
 @pytest.mark.slow
 def test_a_symbol_weighs_the_same_in_any_batch(kitchen):
-    """So two processes compute what one computes. Without these weights they do not."""
+    """So two processes compute what one computes."""
     texts = kitchen.folder / "texts"
     texts.mkdir()
     for name, count in (("train", 240), ("test", 50)):
@@ -222,20 +197,12 @@ def test_a_symbol_weighs_the_same_in_any_batch(kitchen):
     symbols = sum(map(len, (texts / "test.txt").read_text().splitlines()))
     assert (found["test_count"], found["test_accuracy"] > 0.5) == (symbols, True)
     two = last(kitchen.here)["model"]
-    script = kitchen.folder / "train_ddp.py"
-    text, weight = script.read_text(), 'world_size * counted["count"] / symbols'
-    assert text.count(weight) == 1
     [command] = documents.commands_of(blocks(title))
     alone = command.replace("nproc_per_node 2", "nproc_per_node 1").replace("size 12", "size 24")
-    weights = []
-    for share, line in ((weight, alone), ("1", command)):
-        script.write_text(text.replace(weight, share))
-        words, variables = shell_line(f"{line} {flags} {QUIET} --run-dir runs/{len(share)}")
-        succeed(run(*words, cwd=kitchen.folder, timeout=120, **variables))
-        weights.append(last(kitchen.folder / "runs" / str(len(share)))["model"])
-    torch.testing.assert_close(two, weights[0], rtol=1e-3, atol=1e-4)
-    off = [(weights[1][name] - value).abs().max() for name, value in two.items()]
-    assert max(off) > 0.01
+    words, variables = shell_line(f"{alone} {flags} {QUIET} --run-dir runs/alone")
+    succeed(run(*words, cwd=kitchen.folder, timeout=120, **variables))
+    one = last(kitchen.folder / "runs" / "alone")["model"]
+    torch.testing.assert_close(two, one, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -301,27 +268,6 @@ def test_a_folder_of_images(kitchen, short_dir):
     kitchen.follow("A folder of images", "--epochs 6", "--batch-size 24")
     assert summary(kitchen.here)["test_count"] == 480
     assert summary(kitchen.here)["test_accuracy"] > 0.5
-    # Random transforms go by the position in the run. So the weights are the same, whatever ranks
-    # and workers there are, and after an interruption within an epoch.
-    code = (kitchen.folder / "my_folder.py").read_text()
-    code = code.replace("import Compose", "import Compose, RandomRotation")
-    code = code.replace("Compose([", "Compose([RandomRotation(30), ")
-    assert code.count("RandomRotation") == 2
-    (kitchen.folder / "my_folder.py").write_text(code)
-    commands = {
-        "single": "python train_single.py --batch-size 48",
-        "dp": "python train_dp.py --batch-size 24 --replicas 2",
-        "ddp": "torchrun --standalone --nproc_per_node 2 train_ddp.py --batch-size 24",
-    }
-    for name, command in commands.items():
-        for steps in ("5", "14 --resume") if name == "ddp" else ("14",):
-            more = "--dataset my_folder:load --data-dir pictures --num-workers 2 --model mlp"
-            more += f" --run-dir runs/{name} {QUIET} --max-steps {steps}"
-            words, variables = shell_line(f"{command} {more}")
-            succeed(run(*words, cwd=kitchen.folder, timeout=120, **variables))
-    weights = [last(kitchen.folder / "runs" / name)["model"] for name in commands]
-    torch.testing.assert_close(weights[1], weights[0])
-    torch.testing.assert_close(weights[2], weights[0])
 
 
 @pytest.mark.slow

@@ -27,11 +27,22 @@ CONTRACT = """
 """
 
 
+@torch.no_grad()
+def score(model, weights, data_dir):
+    """Return how many images of the test set these weights get right, of how many, and the loss."""
+    model = models.build_model(model).eval()
+    model.load_state_dict(weights)
+    images, labels = data.load_tensors("synthetic", str(data_dir))[1].tensors
+    outputs = model(images)
+    loss = nn.functional.cross_entropy(outputs, labels).item()
+    return int((outputs.argmax(1) == labels).sum()), len(labels), loss
+
+
 @pytest.mark.parametrize("technique", TECHNIQUES)
-def test_a_script_trains_and_reports(technique, training):
+def test_a_script_trains_and_reports(technique, training, short_dir):
     """summary.json, status.json, metrics.jsonl and TensorBoard's curves, as running.md has them."""
     devices = 1 if technique == "single" else 2
-    extra = ["--model", "mlp", "--epochs", 1.25, "--batch-size", 32, "--log-every", 3]
+    extra = ["--epochs", 1.25, "--batch-size", 32, "--log-every", 3]
     ended = succeed(training.run(technique, *extra))
     facts, row, steps = training.summary, training.metrics[-1], 75 // devices
     processes = 2 if technique == "ddp" else 1
@@ -44,9 +55,13 @@ def test_a_script_trains_and_reports(technique, training):
     assert facts["backend"] == ("gloo" if technique == "ddp" else None)
     assert len(facts["peak_memory_bytes"]) == processes
     assert all(each > 2**26 for each in facts["peak_memory_bytes"]), "PyTorch alone takes more"
-    assert facts["test_count"] == 500
     assert facts["test_accuracy"] == row["test_accuracy"] == facts["test_correct"] / 500 > 0.5
     assert row["images"] == steps * 32 * devices
+    weights = state(training.folder)["model"]
+    counts = {int(value) for name, value in weights.items() if "batches_tracked" in name}
+    assert counts == {steps}, "each epoch trains in the mode for training"
+    told = facts["test_correct"], facts["test_count"], pytest.approx(facts["test_loss"], rel=1e-4)
+    assert score("convnet", weights, short_dir) == told, "on all ranks the model that is saved"
     assert training.status["state"] == "complete"
     names = {path.name for path in training.folder.iterdir()}
     assert {"args.json", "metrics.jsonl", "checkpoints", "summary.json"} <= names
@@ -58,41 +73,22 @@ def test_a_script_trains_and_reports(technique, training):
         tag for tag in told if re.match(r"(step|t\w+|running\w+)/\w+$", tag)
     }
     rates = [event.value for event in board.Scalars("step/learning_rate")]
-    peak = rates.index(max(rates))
-    assert len(rates) == steps // 3, "--log-every"
-    assert 0 < peak < len(rates) - 1
-    assert rates == sorted(rates[:peak]) + sorted(rates[peak:], reverse=True)
+    assert len({*rates}) == steps // 3, "--log-every"
 
     assert ended.stdout.count("test accuracy") == 1, "one rank reports"
     assert f"steps   {steps} in all, which is few" in ended.stdout
 
 
-@pytest.mark.parametrize(
-    ("technique", "processes", "how", "left"),
-    [
-        ("single", 1, "raise", "failed"),
-        ("ddp", 3, "SIGKILL", "running"),
-        pytest.param("ddp", 7, "SIGKILL", "running", marks=SLOW),
-    ],
-)
-def test_an_owed_evaluation_counts_every_image_once(
-    technique, processes, how, left, training, short_dir
-):
-    """500 divides by neither 3 nor 7; the same weights have to get the same score.
-
-    The only epoch had been trained, and its evaluation failed, or the run was killed there.
-    """
+def test_an_owed_evaluation_counts_every_image_once(training, short_dir):
+    """Killed after the only epoch was trained. 500 images divide by neither 3 nor 7."""
     extra = ["--model", "linear", "--batch-size"]
-    training.run("single", *extra, 192, ALTER=how, ALTER_AT="evaluate")
-    assert training.status["state"] == left
+    training.run("single", *extra, 192, ALTER="SIGKILL", ALTER_AT="evaluate")
+    assert training.status["state"] == "running"
     assert not (training.folder / "metrics.jsonl").exists()
-    extra += [192 // processes, "--resume"]
-    succeed(training.run(technique, *extra, processes=processes))
-    facts, model = training.summary, models.build_model("linear")
-    model.load_state_dict(state(training.folder)["model"])
-    images, labels = data.load_tensors("synthetic", str(short_dir))[1].tensors
-    correct = int((model(images).argmax(1) == labels).sum())
-    assert (facts["test_correct"], facts["test_count"]) == (correct, 500)
+    succeed(training.run("ddp", *extra, 64, "--resume", processes=3))
+    facts = training.summary
+    found = facts["test_correct"], facts["test_count"], pytest.approx(facts["test_loss"])
+    assert score("linear", state(training.folder)["model"], short_dir) == found
     assert facts["global_step"] == 10, "nothing was trained on the way"
     assert len(training.metrics) == 1
 
@@ -118,29 +114,11 @@ def test_any_script_resumes_any_other(synthetic_dir, tmp_path):
     assert steps == list(range(1, 101)), "TensorBoard shows one curve"
 
 
-def test_batch_normalisation_sees_the_batch_of_its_device(short_dir, tmp_path):
-    """Without SyncBN each replica normalises with the statistics of its own share."""
-    layouts = [("single", 1, 1), ("dp", 2, 1), ("ddp", 2, 1)]
-    (single, _), (dp, _), (ddp, hashes) = (
-        train(layout, "convnet", tmp_path / layout[0], short_dir, "--max-steps", 5)
-        for layout in layouts
-    )
-    assert distance(single, dp) > 1e-4
-    assert distance(single, ddp) > 1e-4
-    assert len(hashes) == 1, "buffers are those of rank 0 on every rank after an evaluation"
-    model = models.build_model("convnet").double().eval()
-    model.load_state_dict(ddp)
-    images, labels = data.load_tensors("synthetic", str(short_dir))[1].tensors
-    loss = nn.functional.cross_entropy(model(images.double()), labels)
-    told = Training(short_dir, tmp_path / "ddp").summary["test_loss"]
-    assert told == pytest.approx(loss.item(), rel=1e-5), "that of the model that was saved"
-
-
 def test_clipping_bounds_the_true_gradient(synthetic_dir, tmp_path):
     """With fp16 the gradient is scaled by 65,536 until it is unscaled, and then clipped."""
     torch.manual_seed(0)
     before = models.build_model("linear").state_dict()
-    for name, norm, devices in (("off", 0.01, 1), ("fp16", 0.01, 2), ("bf16", 0, 1)):
+    for name, norm, devices in (("fp16", 0.01, 2), ("bf16", 0, 1)):
         extra = ["--amp", name, "--max-grad-norm", norm, "--max-steps", 1, "--weight-decay", 0]
         folder, layout = tmp_path / name, ("single" if devices == 1 else "dp", devices, 1)
         after, _ = train(layout, "linear", folder, synthetic_dir, *extra, dtype="float32")
@@ -151,19 +129,9 @@ def test_clipping_bounds_the_true_gradient(synthetic_dir, tmp_path):
         assert norm or float(moved) > rate * 0.1, "a norm of 0 does not clip"
 
 
-def test_weights_start_another_run(short_dir, tmp_path):
-    """Of a checkpoint, and those of another network as far as they fit, which is said."""
-    first, again, other = (Training(short_dir, tmp_path / name) for name in "abc")
-    succeed(first.run("spawn", "--model", "mlp", "--max-steps", 3))
-    weights = ["--init-weights", first.folder / "checkpoints" / "last.pt", "--max-steps", 1]
-    told = succeed(again.run("dp", "--model", "mlp", *weights, "--lr", 1e-12)).stdout
-    assert "weights loaded 6 tensors" in told
-    assert distance(state(first.folder)["model"], state(again.folder)["model"]) < 1e-6
-    assert "nothing in" in error_line(other.run("single", "--model", "linear", *weights), 1)
-
-
-def test_a_run_is_not_overwritten(training):
-    extra = ["--model", "linear", "--max-steps", 3]
+def test_a_run_is_not_overwritten_and_its_weights_start_another(training, short_dir, tmp_path):
+    """Those of another network as far as they fit, which is said."""
+    extra = ["--model", "mlp", "--max-steps", 3]
     succeed(training.run("single", *extra))
     before = training.summary
     refused = error_line(training.run("single", *extra))
@@ -173,6 +141,13 @@ def test_a_run_is_not_overwritten(training):
     other_seed = error_line(training.run("single", *extra, "--resume", "--seed", 1), 1)
     assert "was trained with seed 0, this command says 1" in other_seed
     assert training.summary == before
+
+    again, other = (Training(short_dir, tmp_path / name) for name in "ab")
+    weights = ["--init-weights", training.folder / "checkpoints" / "last.pt", "--max-steps", 1]
+    told = succeed(again.run("dp", "--model", "mlp", *weights, "--lr", 1e-12)).stdout
+    assert "weights loaded 6 tensors" in told
+    assert distance(state(training.folder)["model"], state(again.folder)["model"]) < 1e-6
+    assert "nothing in" in error_line(other.run("single", "--model", "linear", *weights), 1)
 
 
 @SLOW
