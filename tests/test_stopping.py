@@ -257,7 +257,6 @@ def test_a_loader_worker_that_is_killed_ends_the_run_with_one_line(training):
     [
         ("evaluate", "single", 1),
         ("4", "single", 1),
-        pytest.param("4", "spawn", 2, marks=SLOW),
         pytest.param("4", "dp", 2, marks=SLOW),
     ],
 )
