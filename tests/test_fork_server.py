@@ -8,7 +8,6 @@ import pytest
 from tests.processes import ROOT, Training, run, succeed
 
 SLOW = pytest.mark.slow
-
 # Ends as a program may: with a thread that is still at work, and exit handlers.
 PROGRAM = """
 import atexit, os, signal, sys, threading, time
@@ -56,6 +55,7 @@ def test_a_forked_training_equals_a_started_one(technique, short_dir, tmp_path):
     assert forked.final_state == started.final_state
 
 
+@pytest.mark.slow
 def test_a_lesson_starts_its_ranks_by_a_server_of_its_own():
     """Elsewhere in the tests these ranks are forks of the lesson."""
     succeed(run(sys.executable, ROOT / "scripts" / "lessons" / "one_step.py", real=True))
