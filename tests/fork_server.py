@@ -1,24 +1,27 @@
-"""Start Python processes by a fork of one that has torch loaded: 0.1 s of CPU, not 3 to 6.
+"""Programs that begin as forks of a process with torch: 0.1 s of CPU, not the 4 to 6 of imports.
 
-``install`` replaces the function by which ``subprocess`` and ``multiprocessing`` start programs, so
-that ranks of torchrun and of ``spawn`` are forks as well: they cost the most, and multiprocessing's
-own fork server could not start them. Other programs start as usual, and so does a Python with
-another value of a variable that is read when Python starts or torch is imported.
+A server is started once for each process of pytest. It imports torch and does nothing else, so that
+a fork inherits no thread and no lock. For each request it forks, and the fork runs a script or a
+module by ``runpy``, as Python would. Three things differ from a start of Python:
 
-The server imports and does nothing else, so a fork inherits no locked thread. A fork is a child of
-the process that asked: the server forks a helper, the helper forks and ends, and the orphan goes to
-the nearest ancestor that takes orphans, the one that asked. So waiting, signals and the death of
-the parent are as usual. Each fork leaves a server behind, which its own processes descend from.
+- A fork's parent is its server, which is therefore also asked how the fork has ended.
+- torchrun gets a server of its own, which is forked before torchrun starts a thread. When torchrun
+  dies, this server ends, and so the kernel tells the ranks that their parent has died.
+- Ranks that a script starts itself, by the methods spawn and forkserver, are forks of the script.
+
+/proc shows the server's command and environment for all its forks. So each fork writes down its own
+in a file in memory, which stays open as long as the fork lives, and in its loader workers.
 """
 
-import _posixsubprocess
 import atexit
-import builtins
 import contextlib
-import ctypes
-import fcntl
+import faulthandler
 import gc
-import multiprocessing.process
+import importlib
+import itertools
+import json
+import math
+import multiprocessing
 import os
 import pickle
 import re
@@ -29,14 +32,13 @@ import subprocess
 import sys
 import threading
 import time
-import types
-from pathlib import Path
+from concurrent import futures
 
-REAL = {"PYTHON_OF_A_TEST": "real"}  # a variable that makes a process real
-# Variables that are read before a script's first line, but for those that torchrun gives its ranks.
+# Variables that are read before a script's first line, but for those that a server takes over, and
+# those that torchrun reads or gives its ranks.
 EARLY = re.compile(
     "(PYTHON|PYTORCH|LC_|LANG|LOGLEVEL|LD_|MALLOC|GLIBC|G?OMP_|KMP_|MKL_|OPENBLAS|ATEN_|TORCH)"
-    "(?!ELASTIC_|_NCCL_|INDUCTOR_CACHE_DIR)"
+    "(?!PATH$|ELASTIC_|_NCCL_|INDUCTOR_CACHE_DIR|_DISABLE_SHARE_RDZV)"
 )
 # Without torchvision, which the scripts do not need, and torch.distributed.run, the main program.
 PRELOADED = """
@@ -45,170 +47,219 @@ PRELOADED = """
     torch.distributed.launcher.api torch.distributed.argparse_util torch.distributed.optim
     torch.distributed.elastic.rendezvous.c10d_rendezvous_backend
     torch.distributed.elastic.rendezvous.dynamic_rendezvous torch.distributed.algorithms.join
-    multiprocessing.spawn multiprocessing.resource_tracker torch.multiprocessing
+    torch.multiprocessing
 """
-QUIET = [getattr(signal, f"SIG{name}") for name in ("INT", "TERM", "HUP", "USR1", "USR2")]
-ROOM = " " * 2**16  # in which a fork shows readers of /proc its own arguments and environment
-LIMIT_SECONDS = 180
-PR_SET_CHILD_SUBREAPER, ABOVE = 36, 500  # ABOVE all descriptors that a fork is given
-
-_real_fork_exec = _posixsubprocess.fork_exec
-_server, _owner, _early, _lock = None, 0, {}, threading.Lock()
+TORCHRUN = "torch.distributed.run"
+MARK = "MNIST_TEST_SESSION"  # the variable by which all processes of a test are known
+MARK_FILE = 200  # the descriptor of the file in which a fork writes what it runs
+LIMIT_SECONDS = 180.0
 
 
-def install(environment):
-    """Start a server, unless there is one, and start Python processes by it from now on."""
-    if _server:
-        return
+class Server:
+    """A server for this process, with which it ends."""
+
+    def __init__(self, connection):
+        connection.settimeout(LIMIT_SECONDS)  # an error in place of a wait without end
+        self.connection, self.lock = connection, threading.Lock()
+        self.numbers = itertools.count()
+
+    def ask(self, request, descriptors=()):
+        """Send a request, and return the answer to it.
+
+        torchrun's handler of SIGTERM raises an exception. The answer for which it did not wait is
+        then before that to the next request.
+        """
+        with self.lock:
+            number, answered = next(self.numbers), None
+            socket.send_fds(self.connection, [pickle.dumps((number, request))], descriptors)
+            while answered != number:
+                message = self.connection.recv(1024)
+                assert message, "the fork server has died: see its error above"
+                answered, answer = pickle.loads(message)
+        return answer
+
+
+class Fork:
+    """A program that a server has forked: a part of what ``subprocess.Popen`` is."""
+
+    def __init__(self, server, command, folder, environment, streams):
+        self.args, self.server, self.returncode = command, server, None
+        self.pid = server.ask((command, os.path.abspath(folder), environment), streams)
+
+    def poll(self):
+        if self.returncode is None:
+            self.returncode = self.server.ask(self.pid)
+        return self.returncode
+
+    def wait(self, timeout=None):
+        deadline = time.monotonic() + (math.inf if timeout is None else timeout)
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            time.sleep(0.01)
+        return self.returncode
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self):
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+
+class PipedFork(Fork):
+    """The same with pipes for its output."""
+
+    def __init__(self, server, command, folder, environment):
+        (out, its_out), (err, its_err) = os.pipe(), os.pipe()
+        with open(os.devnull) as nothing, open(its_out, "w"), open(its_err, "w"):
+            streams = [nothing.fileno(), its_out, its_err]
+            super().__init__(server, command, folder, environment, streams)
+        self.stdout, self.stderr = open(out), open(err)  # noqa: SIM115
+        self.readers = []
+
+    def communicate(self, timeout=None):
+        """Return what is left to read, once nobody writes any more."""
+        if not self.readers:
+            pool = futures.ThreadPoolExecutor(2)
+            self.readers = [pool.submit(stream.read) for stream in (self.stdout, self.stderr)]
+            pool.shutdown(wait=False)
+        if futures.wait(self.readers, timeout).not_done:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        self.wait(timeout)
+        return tuple(reader.result() for reader in self.readers)
+
+
+def start_server(environment):
+    """Start a server that imports torch, with these variables."""
     mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    subprocess.Popen(
-        [sys.executable, __file__, str(its.fileno()), ROOM],
-        env=environment | {"ROOM": ROOM},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        pass_fds=[its.fileno()],
-        start_new_session=True,
-    )
-    its.close()
-    mine.settimeout(LIMIT_SECONDS)
-    assert mine.recv(1), "the fork server did not start: see its error above"
-    use(mine, environment)
-
-
-def use(connection, environment):
-    global _server, _owner, _early
-    connection.settimeout(LIMIT_SECONDS)  # an error in place of a wait without end
-    _server, _owner, _early = connection, os.getpid(), early(environment)
-    _posixsubprocess.fork_exec = subprocess._fork_exec = fork_exec
+    with its:
+        subprocess.Popen(
+            [sys.executable, __file__, str(its.fileno())],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[its.fileno()],
+            start_new_session=True,
+        )
+    return Server(mine)
 
 
 def early(environment):
     return {name: value for name, value in environment.items() if EARLY.match(name)}
 
 
-def fork_exec(*arguments):
-    """Stand in for ``_posixsubprocess.fork_exec``; a child by os.fork() must not ask for it."""
-    asked = to_request(arguments) if _owner == os.getpid() else None
-    if not asked:
-        return _real_fork_exec(*arguments)
-    request, descriptors = asked
-    prctl = ctypes.CDLL(None).prctl
-    with _lock:
-        prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        try:
-            socket.send_fds(_server, [pickle.dumps(request)], descriptors)
-            return int(_server.recv(32))
-        finally:
-            prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+def script_of(command):
+    """Return the part of a command that a fork can run: a script or a module, and its arguments."""
+    program, *words = command
+    if words[:1] == ["-u"]:
+        del words[0]
+    is_script = bool(words) and words[0].endswith(".py")
+    return words if program == sys.executable and (is_script or words[:1] == ["-m"]) else None
 
 
-def to_request(arguments):
-    """Return the request and the descriptors to send, or None where it takes a real process."""
-    command, programs, close_others, kept, folder, variables = arguments[:6]
-    stdin, _, _, stdout, _, stderr, _, error_pipe, _, new_session = arguments[6:16]
-    command = [os.fsdecode(part) for part in command]
-    folder = os.path.join(os.getcwd(), os.fsdecode(folder or ""))
-    pairs = os.environb.items() if variables is None else (v.split(b"=", 1) for v in variables)
-    environment = {os.fsdecode(name): os.fsdecode(value) for name, value in pairs}
-    is_plain = all(value in (None, -1, True, False) for value in arguments[16:])
-    kind, rest = parse(command)
-    if (
-        not (kind and is_plain and close_others and os.path.isdir(folder))
-        or os.fsdecode(programs[0]) != sys.executable
-        or (kind == "script" and not os.path.isfile(os.path.join(folder, rest[0])))
-        or early(environment) != _early
-    ):
-        return None
-    streams = {n: n if own == -1 else own for n, own in enumerate((stdin, stdout, stderr))}
-    descriptors = streams | {number: number for number in kept if number != error_pipe}
-    request = (command, environment, folder, bool(new_session), list(descriptors))
-    return request, list(descriptors.values())
-
-
-def parse(command):
-    """Return what kind of program Python is asked to run, and what follows its options."""
-    rest = command[1:]
-    while rest and rest[0] in ("-u", *subprocess._args_from_interpreter_flags()):
-        rest = rest[1:]
-    if len(rest) > 1 and rest[0] in ("-c", "-m"):
-        return rest[0], rest[1:]
-    return "script" if rest and rest[0][0] != "-" else None, rest
+def what_runs(folder):
+    """Return command and environment of a process by its folder in /proc."""
+    with contextlib.suppress(OSError):
+        if MARK in os.readlink(folder / "fd" / str(MARK_FILE)):
+            return json.loads((folder / "fd" / str(MARK_FILE)).read_text())
+    texts = [(folder / name).read_text(errors="replace") for name in ("cmdline", "environ")]
+    command, variables = (text.split("\0") for text in texts)
+    return command[:-1], dict(v.split("=", 1) for v in variables if "=" in v)
 
 
 def serve(connection):
-    """Fork for the process at the other end, and end with it; return in each fork what to run."""
+    """Answer until the other end closes, and return in each fork the command that it is to run."""
+    codes = {}  # the exit status of each fork, once it has ended
     while True:
-        message, received, *_ = socket.recv_fds(connection, 2**20, 64)
+        message, streams, *_ = socket.recv_fds(connection, 2**20, 3)
         if not message:
             os._exit(0)
-        if helper := os.fork():
-            for number in received:
-                os.close(number)
-            os.waitpid(helper, 0)
-            continue
-        helper = os.getpid()
-        if os.fork():
-            os._exit(0)
-        while os.getppid() == helper:
-            time.sleep(0.001)
-        request = pickle.loads(message)
-        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        mine = moved(mine)
-        if os.fork() == 0:
-            for number in (connection.detach(), mine.detach(), *received):
-                os.close(number)
-            connection = moved(its)
-            continue
-        its.close()
-        become(*request, received)
-        use(mine, request[1])
-        connection.send(str(os.getpid()).encode())  # nobody sends a signal sooner
-        connection.close()
-        return request[0]
+        number, request = pickle.loads(message)
+        if isinstance(request, int):
+            if codes[request] is None:
+                ended, status = os.waitpid(request, os.WNOHANG)
+                codes[request] = os.waitstatus_to_exitcode(status) if ended else None
+            connection.send(pickle.dumps((number, codes[request])))
+        elif pid := os.fork():
+            codes[pid] = None
+        else:
+            become(*request, streams)
+            connection.send(pickle.dumps((number, os.getpid())))  # nobody sends a signal sooner
+            connection.close()
+            return request[0]
+        for stream in streams:
+            os.close(stream)
 
 
-def moved(connection):
-    with connection:
-        return socket.socket(fileno=fcntl.fcntl(connection, fcntl.F_DUPFD_CLOEXEC, ABOVE))
-
-
-def become(command, environment, folder, new_session, descriptors, received):
-    if new_session:
-        os.setsid()
-    sources = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, ABOVE) for number in received]
-    for number in received:
-        os.close(number)
-    for source, target in zip(sources, descriptors, strict=True):
-        os.dup2(source, target)
-        os.close(source)
+def become(command, folder, environment, streams):
+    os.setsid()
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
     os.chdir(folder)
+    multiprocessing.process.ORIGINAL_DIR = folder  # where processes of the method spawn begin
     os.environ.clear()
     os.environ.update(environment)
-    # Where /proc shows arguments and environment, see proc(5), stat.
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    texts = command, [f"{name}={value}" for name, value in environment.items()]
-    for parts, begin, end in zip(texts, fields[45:49:2], fields[46:49:2], strict=True):
-        shown, size = b"".join(os.fsencode(part) + b"\0" for part in parts), int(end) - int(begin)
-        ctypes.memmove(int(begin), shown[: size - 1].ljust(size, b"\0"), size)
-    for number in QUIET:
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    multiprocessing.process.ORIGINAL_DIR = folder
+    file = os.memfd_create(MARK)
+    os.write(file, json.dumps((command, environment)).encode())
+    os.dup2(file, MARK_FILE, inheritable=False)
+    os.close(file)
 
 
-def run_as_main(command):
-    kind, rest = parse(command)
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
-    main.__builtins__ = builtins
-    sys.argv = ["-c", *rest[1:]] if kind == "-c" else rest
-    sys.path.insert(0, "" if kind == "-c" else os.getcwd())
-    if kind == "-m":
-        return runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-    if kind == "script":
-        sys.path[0] = os.path.dirname(os.path.realpath(rest[0]))
-        main.__file__ = os.path.abspath(rest[0])
-        rest = [Path(rest[0]).read_bytes()]
-    exec(compile(rest[0], getattr(main, "__file__", "<string>"), "exec"), main.__dict__)
+def serve_torchrun():
+    """Give torchrun a server for its ranks; return the command of a rank in each fork of that."""
+    mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        mine.close()
+        os.close(MARK_FILE)  # it is no process of a test
+        os.setsid()
+        return serve(its)
+    its.close()
+    server = Server(mine)
+    # Imported here, since only a server has torch.
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    start_rank = SubprocessHandler._popen
+
+    def fork_rank(self, command, environment):
+        if not script_of(command):
+            return start_rank(self, command, environment)
+        files = (sys.stdin, self._stdout or sys.stdout, self._stderr or sys.stderr)
+        streams = [file.fileno() for file in files]
+        return Fork(server, command, os.getcwd(), environment, streams)
+
+    SubprocessHandler._popen = fork_rank
+    return None
+
+
+def fork_own_ranks():
+    """Let the ranks that a script starts itself be forks of it."""
+    get_context = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: get_context(method and "fork")
+
+    def forget_handlers():  # or a rank would install none of its own
+        if signals := sys.modules.get("utils.signals"):
+            signals._is_installed = False
+
+    os.register_at_fork(after_in_child=forget_handlers)
+    # The time limit of a lesson is a thread. A fork that sets its own would wait for it.
+    os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
+
+
+def run(command):
+    words = script_of(command)
+    is_module = words[0] == "-m"
+    sys.argv = words[1:] if is_module else words
+    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(words[0]))
+    sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(":") if path]
+    if is_module:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def end(status):
@@ -218,8 +269,6 @@ def end(status):
         status = print(status, file=sys.stderr) or 1
     threading._shutdown()
     atexit._run_exitfuncs()
-    sys.modules["__main__"].__dict__.clear()
-    gc.collect()  # all that is older than the program is frozen
     with contextlib.suppress(OSError, ValueError):  # full, or closed
         sys.stdout.flush()
     if is_interrupted:  # the interpreter ends by the signal
@@ -229,18 +278,19 @@ def end(status):
 
 
 def main():
-    connection = moved(socket.socket(fileno=int(sys.argv[1])))
-    del sys.path[0]  # this file's folder
-    for number in QUIET:  # what ends a session does not end the server in it
-        signal.signal(number, signal.SIG_IGN)
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    sys.path[0] = ""  # not this file's folder
     for name in PRELOADED.split():
-        __import__(name)
+        importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "an import has started a thread: leave it out"
     gc.freeze()  # no collection in a fork copies pages of what is here already
-    connection.send(b"1")
     command = serve(connection)
+    if TORCHRUN in command:
+        command = serve_torchrun() or command
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # with CUDA in use, a fork could not use it
+        fork_own_ranks()
     try:
-        run_as_main(command)
+        run(command)
         status = 0
     except SystemExit as request_to_end:
         status = request_to_end.code

@@ -22,12 +22,13 @@ from tests import fork_server
 ROOT = Path(__file__).parent.parent
 ALTERED = ROOT / "tests" / "altered.py"
 # How a process of ours is known, whatever started it; inherited by all that it starts.
-MARK = f"MNIST_TEST_SESSION={os.getpid()}"
+MARK = {fork_server.MARK: str(os.getpid())}
 SETTINGS = {
     "OMP_NUM_THREADS": "1",  # tests compare bits
     "GOMP_SPINCOUNT": "1000",  # tests share cores: a thread that waits soon goes to sleep
     "RES_OPTIONS": "timeout:1 attempts:2",  # a name server that drops a question holds up nobody
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # as the scripts set it, and before torch is in the fork server
+    "PYTHONUNBUFFERED": "1",  # a test reads what a program says while it runs
 }
 # The GPUs that a user lets us see; a test that is not marked ``gpu`` is about CPUs, and sees none.
 # Kept for the workers of pytest-xdist, which are started with what is set here.
@@ -73,29 +74,37 @@ def visible():
 
 
 def environment(**extra):
-    """Return the environment for a process: this one's, marked, without a launcher's variables.
-
-    A Python of ours that is started with it, by whatever means, is forked where that makes no
-    difference, see tests/fork_server.py.
-    """
+    """Return the environment for a process: this one's, marked, without a launcher's variables."""
     whole = visible() if show_gpus else os.environ
     kept = {k: v for k, v in whole.items() if k not in LAUNCHER_VARIABLES}
     # `torchrun` and `python3` are those of this environment, activated or not.
     path = f"{Path(sys.executable).parent}:{kept.get('PATH', os.defpath)}"
-    kept |= SETTINGS | {"PATH": path, "PYTHONUNBUFFERED": "1"}
-    fork_server.install(kept)
-    name, value = MARK.split("=")
-    # A driver may not be used in a process and in its fork; nothing stands against a pretended one.
-    real = fork_server.REAL if show_gpus and not PRETENDED else {}
-    return kept | {name: value} | real | extra
+    return kept | SETTINGS | {"PATH": path} | MARK | extra
+
+
+@functools.cache
+def server():
+    """Return a fork server, and what is early in its environment."""
+    kept = {k: v for k, v in environment().items() if k not in MARK}
+    return fork_server.start_server(kept), fork_server.early(kept)
 
 
 def start(*command, cwd=None, real=False, **extra):
-    """Start a command in a session of its own; with ``real`` it is not forked."""
+    """Start a command in a session of its own. Our Python programs are forks, see fork_server.py.
+
+    Args:
+        real: start a process of its own in any case.
+    """
+    command, folder, variables = [str(part) for part in command], cwd or ROOT, environment(**extra)
+    # A driver may not be used in a process and in its fork; nothing stands against a pretended one.
+    if not (real or (show_gpus and not PRETENDED)) and fork_server.script_of(command):
+        forks, early = server()
+        assert fork_server.early(variables) == early, "read before a script begins: real=True"
+        return fork_server.PipedFork(forks, command, folder, variables)
     return subprocess.Popen(
-        [str(part) for part in command],
-        cwd=cwd or ROOT,
-        env=environment(**extra, **(fork_server.REAL if real else {})),
+        command,
+        cwd=folder,
+        env=variables,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -234,10 +243,9 @@ def marked():
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            texts = [(folder / name).read_text(errors="replace") for name in ("cmdline", "environ")]
-            line, variables = texts[0].replace("\0", " ").strip(), texts[1].split("\0")
-            if MARK in variables and line:  # a zombie has none
-                found[int(folder.name)] = line, dict(v.split("=", 1) for v in variables if "=" in v)
+            command, variables = fork_server.what_runs(folder)
+            if command and variables.items() >= MARK.items():  # a zombie has no command
+                found[int(folder.name)] = " ".join(command), variables
     return found
 
 

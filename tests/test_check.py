@@ -82,34 +82,6 @@ FAILS = {  # what the verdict says, and a script
     "the process died": "import os\nos.abort()",
     "not done after 5 s (--limit): rank 0 at theirs.py:2": "import time\ntime.sleep(99)",
 }
-OPTIMIZERS = """import torch, torch.distributed as dist, torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel
-dist.init_process_group("nccl")
-torch.cuda.set_device(dist.get_rank())
-for kind in vars(torch.optim).values():
-    if not isinstance(kind, type) or kind in (torch.optim.Optimizer, torch.optim.SparseAdam):
-        continue
-    for amp in (None, torch.float16, torch.bfloat16):
-        model = DistributedDataParallel(torch.nn.Linear(4, 3, bias=False).cuda())
-        optimizer = kind(model.parameters(), lr=0.01)
-        scaler = torch.amp.GradScaler("cuda", enabled=amp == torch.float16)
-
-        def closure():
-            optimizer.zero_grad()
-            with torch.autocast("cuda", dtype=amp, enabled=amp is not None):
-                loss = F.mse_loss(model(torch.rand(2, 4, device="cuda")), torch.ones(2, 3).cuda())
-            scaler.scale(loss).backward()
-            return loss
-
-        if kind is torch.optim.LBFGS:
-            optimizer.step(closure)
-        else:
-            closure()
-            scaler.step(optimizer)
-            scaler.update()
-"""
-
-
 OUTSIDE = """import contextlib, ctypes, os, shutil, sys
 from pathlib import Path
 os.environ["RANK"] == "0" or sys.exit(0)
@@ -182,12 +154,6 @@ def test_what_lies_outside_stays_as_it_is(ranks, tmp_path):
         ("logs", True),
         ("x", "1"),
     ]
-
-
-@pytest.mark.slow
-def test_every_optimizer_and_every_mode_of_amp_runs(ranks, tmp_path):
-    found = check(ranks, tmp_path, OPTIMIZERS)
-    assert (found.findings, found.could_not) == ([], ""), found
 
 
 @pytest.mark.parametrize(

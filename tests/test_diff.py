@@ -48,40 +48,6 @@ def test_a_script_changes_few_lines_and_says_why(old, new, max_removed, max_adde
     assert seen == {*words.split()}
 
 
-# What DDP asks of anyone who uses it: an expression of code that the baseline does not have.
-RUN = r"with Run\(.*\brank=rank\)"  # it seeds the generators of each rank, and rank 0 alone writes
-ACTS = {  # in train_ddp.py, and in minimal/ddp.py, which does not accumulate
-    "the environment": (r"os\.environ\['LOCAL_RANK'\]",) * 2,
-    "the process group": (r"^dist\.init_process_group\(",) * 2,
-    "other random numbers on each rank": (RUN, r"^torch\.manual_seed\(rank\)"),
-    "a share of the samples": (r"EpochSampler\(.* world_size, rank,", r"= DistributedSampler\("),
-    "the global batch": (r"^global_batch_size = .*\* world_size",) * 2,
-    "the unpadded test share": (r"range\(rank, len\(test_set\), world_size\)",) * 2,
-    "the wrapper": (r"^model = DistributedDataParallel\(raw_model",) * 2,
-    "no all-reduce before the last micro-step": (r"^model\.require_backward_grad_sync = ", None),
-    "the buffers before an evaluation": (r"^dist\.broadcast\(buffer, src=0\)",) * 2,
-    "the sums of the metrics": (r"^dist\.all_reduce\((metrics\.)?sums\)",) * 2,
-    "rank 0 alone writes": (RUN, r"^if rank != 0:"),
-    "the end": (r"^dist\.destroy_process_group\(\)",) * 2,
-}
-
-
-def statements(name):
-    """Return a script's statements, one a line, without comments and indentation."""
-    lines = ast.unparse(ast.parse((ROOT / f"{name}.py").read_text())).splitlines()
-    return [line.strip() for line in lines]
-
-
-@pytest.mark.parametrize(("prefix", "place"), [("train_", 0), (MINIMAL, 1)])
-def test_each_act_of_ddp_stands_once_in_the_code_that_it_adds(prefix, place):
-    before, after = (statements(f"{prefix}{name}") for name in ("single", "ddp"))
-    for act, patterns in ACTS.items():
-        if patterns[place]:
-            found = [line for line in after if re.search(patterns[place], line)]
-            assert len(found) == 1, (act, found)
-            assert found[0] not in before, act
-
-
 # What a reader of a script has to look up: neither Python nor PyTorch has it.
 NAMES = {"single": 24, "dp": 29, "ddp": 24}
 

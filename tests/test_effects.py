@@ -104,10 +104,9 @@ def by_hand(short_dir):
     return model.state_dict(), rows
 
 
+# With devices and micro-steps. The 500 test images do not divide by 3.
 @pytest.mark.parametrize(
-    # devices and micro-steps; 500 test images do not divide by 3
-    "layout",
-    [("single", 1, 1), ("single", 1, 2), ("dp", 3, 1), ("spawn", 3, 2)],
+    "layout", [("single", 1, 1), ("single", 1, 2), ("dp", 3, 1), ("ddp", 3, 2)]
 )
 def test_each_layout_computes_what_is_written_out_here(layout, by_hand, short_dir, tmp_path):
     """Order, rates, decay, smoothing, clipping, momentum; averages of all ranks and steps."""
@@ -148,7 +147,7 @@ def test_a_progress_bar_is_shown_on_a_terminal(short_dir, tmp_path):
     """By rank 0 alone."""
     terminal, end = os.openpty()
     termios.tcsetwinsize(end, (24, 80))
-    words = Training(short_dir, tmp_path / "run").command("spawn", "--model", "linear")
+    words = Training(short_dir, tmp_path / "run").command("ddp", "--model", "linear")
     words.remove("--no-progress")
     with subprocess.Popen(
         [*map(str, words)], cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=end

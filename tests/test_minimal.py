@@ -307,13 +307,14 @@ def cross_entropy(logits, labels, **how):
     global steps
     if not how:
         steps += 1
-        tell(images=read[-len(labels):], seed=torch.initial_seed())
+        tell(images=read[-len(labels):])
         if steps == int(stop):
             os.kill(os.getpid(), signal.SIGTERM)
     return loss(logits, labels, **how)
 
 def backward(loss, *args):
-    tell(sends=[model.require_backward_grad_sync for model in wrapped])
+    sends = [model.require_backward_grad_sync for model in wrapped]
+    tell(sends=sends, seed=torch.initial_seed())
     return propagate(loss, *args)
 
 def clip_grad_norm_(*args):
@@ -366,12 +367,13 @@ def facts(rank, name):
     [("single", 1, 960, 0.12), ("dp", 1, 192, 0.06), ("ddp", 2, 96, 0.06)],  # at most 4 x 0.03
 )
 def test_the_rate_follows_the_global_batch(script, ranks, batch, expected, short_dir, tmp_path):
-    """And a buffer that is part of a tensor becomes that of rank 0.
+    """And ranks draw other numbers, and a buffer that is part of a tensor becomes that of rank 0.
 
     Where its memory is not contiguous, gloo would send other numbers, and NCCL refuse.
     """
     flags = ["--batch-size", batch]
     _, found = watch(script, ranks, tmp_path, short_dir, *flags, model="linear part")
+    assert len({facts(rank, "seed")[0] for rank in found}) == ranks, "equal random numbers"
     for number, rank in enumerate(found):
         assert facts(rank, "lr") == [pytest.approx(expected)] * (IMAGES // (batch * ranks))
         # After the broadcast the hook has run once more, in the one batch of the evaluation.
@@ -394,11 +396,13 @@ def test_a_stop_between_micro_steps_and_another_number_of_ranks(short_dir, tmp_p
     assert sorted(used) == [*range(IMAGES)]
 
 
-def test_gradients_are_sent_once_a_step(short_dir, tmp_path):
+def test_gradients_are_sent_once_a_step_and_ranks_draw_other_numbers(short_dir, tmp_path):
     """By the long script; the test above shows it of the complete one."""
     flags = ["--max-steps", 2, "--grad-accum-steps", 2, "--run-dir", tmp_path / "run"]
-    _, (rank, _) = watch("../../train_ddp", 2, tmp_path, short_dir, *flags)
-    assert facts(rank, "sends")[-4:] == [[False], [True]] * 2  # after the pass before the training
+    _, found = watch("../../train_ddp", 2, tmp_path, short_dir, *flags)
+    assert len({facts(rank, "seed")[-1] for rank in found}) == 2
+    for rank in found:  # after the pass before the training
+        assert facts(rank, "sends")[-4:] == [[False], [True]] * 2
 
 
 def test_gradients_are_clipped_by_their_true_size_in_fp16(short_dir, tmp_path):

@@ -3,6 +3,7 @@
 The README's own edits run in tests/test_commands.py; these are what others may bring.
 """
 
+import shutil
 import sys
 
 import pytest
@@ -50,22 +51,25 @@ def test_a_regression_has_the_same_losses_in_all_three_and_no_accuracy(tmp_path)
 
 def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all(tmp_path):
     """Weights that are not finite would end the run; the scale is halved once, from 65,536."""
-    succeed(train("spawn", "overflow", tmp_path / "run", "--amp", "fp16", "--max-steps", 5))
+    succeed(train("ddp", "overflow", tmp_path / "run", "--amp", "fp16", "--max-steps", 5))
     assert state(tmp_path / "run")["scaler"]["scale"] == 2**15
 
 
 def test_all_state_is_restored_exactly(tmp_path):
     """Two groups of AdamW, an average of the weights, and a buffer that training changes."""
-    parts = []
-    for name, limits in (("calm", [8]), ("disturbed", [5, 8])):
-        for steps in limits:
-            flags = ["--max-steps", steps, "--amp", "fp16", *["--resume"] * (steps != limits[0])]
-            ended = succeed(train("spawn", "state", tmp_path / name, *flags))
-        parts.append(state(tmp_path / name))
-        assert parts[-1].pop("identity")["optimizer"] == "AdamW"
-    assert "all ranks have rank 0's queue" in ended.stdout
-    assert [*parts[0]["extra"]] == ["ema"]
-    torch.testing.assert_close(*parts, rtol=0, atol=0, equal_nan=True)
+    calm, resumed = tmp_path / "calm", tmp_path / "resumed"
+    flags = ["--max-steps", 8, "--save-every-steps", 5, "--amp", "fp16"]
+    succeed(train("ddp", "state", calm, *flags))
+    shutil.copytree(calm, resumed)
+    (resumed / "checkpoints" / "previous.pt").replace(resumed / "checkpoints" / "last.pt")
+    told = succeed(train("ddp", "state", resumed, *flags, "--resume")).stdout
+    assert "all ranks have rank 0's queue" in told
+    assert summary(resumed)["resumed_from"] == 5
+    before, after = state(calm), state(resumed)
+    assert before["identity"] == after["identity"]
+    assert (before.pop("identity")["optimizer"], [*before["extra"]]) == ("AdamW", ["ema"])
+    del after["identity"]
+    torch.testing.assert_close(before, after, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("own", [pytest.param("depth", marks=pytest.mark.slow), "uneven"])
@@ -79,7 +83,7 @@ def test_a_graph_that_changes_is_told_what_helps(own, tmp_path):
     assert not any(line.count("--find-unused-parameters") > 1 for line in lines), "told twice"
     assert own == "depth" or sum("rank 0 lost rank 1" in line for line in lines) == 1, ended.stderr
     flags = ["--max-steps", 5, "--find-unused-parameters"]
-    succeed(train("spawn", own, tmp_path / "helped", *flags))
+    succeed(train("ddp", own, tmp_path / "helped", *flags))
 
 
 NETWORK = """from torch import nn
@@ -187,7 +191,7 @@ def test_ranks_with_another_source_of_ones_own_model_are_found(own_folder):
         "import importlib, os\nbuild = importlib.import_module('my_network' + os.environ['RANK'])"
     )
     (own_folder / "my_network.py").write_text(f"{chosen}.MyNetwork\n")
-    words = script("train_ddp.py", "--nprocs", 2, *OWN, "--model", "my_network:build")
+    words = torchrun(2, "train_ddp.py", *OWN, "--model", "my_network:build")
     told = run(*words, cwd=own_folder).stderr
     assert "rank 1 has the class MyNetwork with the hash: " in told
 

@@ -166,7 +166,7 @@ DDP = {"DistributedDataParallel.forward", "gloo:all_reduce", "c10d::allreduce_"}
     [
         ("single", ["--num-workers", 1], SINGLE, set()),
         pytest.param("dp", [], DP, {"scatter", "replicate", "gather"}, marks=pytest.mark.slow),
-        ("spawn", RANKS, DDP, {"in_backward", "elsewhere"}),
+        ("ddp", RANKS, DDP, {"in_backward", "elsewhere"}),
     ],
 )
 def test_a_profiled_run(name, extra, names, parts, training, capsys):
@@ -181,11 +181,11 @@ def test_a_profiled_run(name, extra, names, parts, training, capsys):
     assert set(facts["communication_parts"]) == parts
     assert facts["shares"]["gaps"] < 0.5, "most of a step has a name"
     assert min(facts["shares"][name] for name in ("data", "forward", "backward", "optimizer")) > 0
-    for rank in range(2 if name == "spawn" else 1):
+    for rank in range(2 if name == "ddp" else 1):
         with gzip.open(training.folder / "profile" / f"rank{rank}.json.gz", "rt") as file:
             found = Counter(e.get("name", "") for e in json.load(file)["traceEvents"])
         assert {*found} >= names
-        if name == "spawn":  # 10 steps of two buckets, 1 to 10 agreements on a stop, nothing else
+        if name == "ddp":  # 10 steps of two buckets, 1 to 10 agreements on a stop, nothing else
             sent = found["gloo:all_reduce"]
             assert sent > 20, "--bucket-cap-mb"
             assert sent <= 30, "the backward of a step's first batch sends nothing"

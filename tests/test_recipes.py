@@ -80,9 +80,8 @@ def kitchen(short_dir, tmp_path):
 
 
 def tracked(kitchen):
-    return [
-        json.loads(line) for line in (kitchen.folder / "tracked.jsonl").read_text().splitlines()
-    ]
+    lines = (kitchen.folder / "tracked.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def draw_pictures(folder, classes, count, parts=("",)):
@@ -220,38 +219,29 @@ def test_a_gan_goes_on_with_both_optimizers(kitchen):
     assert metrics(kitchen.here)[-1]["train_judge_loss"] > 0
 
 
-def stop_and_resume(kitchen, title, flags):
-    """Follow a recipe of one file: stop it within an epoch, and resume with three processes."""
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("title", "least"),
+    [("One file: a hundred classes", 20), ("One file: a model of characters", 50)],
+)
+def test_one_file_is_stopped_and_goes_on_with_three_processes(title, least, kitchen):
+    draw_pictures(kitchen.folder / "pictures", 100, 6, ("train", "test"))
+    (kitchen.folder / "texts").mkdir()
+    (kitchen.folder / "texts" / "text.txt").write_text("the quick brown fox jumps. " * 1500)
     documents.follow(blocks(title), kitchen.folder)
     [command] = documents.commands_of(blocks(title))
-    words, variables = shell_line(f"{command} {flags}")
+    words, variables = shell_line(command)
     process = start(*words, cwd=kitchen.folder, **variables)
     wait_until((kitchen.folder / "model.pt").exists)
     os.killpg(process.pid, signal.SIGTERM)
     told = finish(process)
     assert "the next start goes on after" in told.stdout, told.text
-    words, variables = shell_line(f"{command} {flags}".replace("_node 2", "_node 3"))
+    words, variables = shell_line(command.replace("_node 2", "_node 3"))
     ended = succeed(run(*words, cwd=kitchen.folder, timeout=300, **variables))
-    done = re.match(r"(\d+\.\d+) epochs are done", ended.stdout)
-    assert float(done[1]) > 1
-    return [
-        float(x) for x in re.findall(r"^epoch \d+: .* (\d+\.\d+)% of", ended.stdout, re.MULTILINE)
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_one_file_for_a_hundred_classes(kitchen):
-    draw_pictures(kitchen.folder / "pictures", 100, 6, ("train", "test"))
-    assert stop_and_resume(kitchen, "One file: a hundred classes", "")[-1] > 20
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_one_file_for_characters(kitchen):
-    (kitchen.folder / "texts").mkdir()
-    (kitchen.folder / "texts" / "text.txt").write_text("the quick brown fox jumps. " * 1500)
-    assert stop_and_resume(kitchen, "One file: a model of characters", "")[-1] > 50
+    assert float(re.match(r"(\d+\.\d+) epochs are done", ended.stdout)[1]) > 1
+    shown = re.findall(r"^epoch \d+: .* (\d+\.\d+)% of", ended.stdout, re.MULTILINE)
+    assert float(shown[-1]) > least
 
 
 @pytest.mark.slow

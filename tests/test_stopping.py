@@ -246,7 +246,7 @@ def test_a_loader_worker_that_is_killed_ends_the_run_with_one_line(training):
     extra = ["--model", "linear", "--num-workers", 1, "--epochs", 9999]
     process = training.start("single", *extra)
     wait_until((training.folder / "metrics.jsonl").exists, 150)
-    psutil.Process(process.pid).children()[1].kill()  # 0 is a fork server
+    psutil.Process(process.pid).children()[0].kill()
     assert "a loader worker died" in error_line(finish(process, 60), 1)
     assert training.status["state"] == "failed"
     assert "a loader worker died" in training.status["reason"]
@@ -257,7 +257,6 @@ def test_a_loader_worker_that_is_killed_ends_the_run_with_one_line(training):
     [
         ("evaluate", "single", 1),
         ("4", "single", 1),
-        pytest.param("4", "spawn", 2, marks=SLOW),
         pytest.param("4", "dp", 2, marks=SLOW),
     ],
 )

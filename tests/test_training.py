@@ -136,7 +136,7 @@ def test_a_run_is_not_overwritten_and_its_weights_start_another(training, short_
     before = training.summary
     refused = error_line(training.run("single", *extra))
     assert "holds a run (complete): continue it with --resume" in refused
-    told = succeed(training.run("spawn", *extra, "--resume")).stdout
+    told = succeed(training.run("ddp", *extra, "--resume")).stdout
     assert told.count("is complete: nothing to resume") == 1
     other_seed = error_line(training.run("single", *extra, "--resume", "--seed", 1), 1)
     assert "was trained with seed 0, this command says 1" in other_seed
@@ -155,7 +155,7 @@ def test_a_model_is_compiled_once_for_training(training):
     """DDP's warm-up comes with the first batch's size and strides, or it would compile twice."""
     if shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler: torch.compile writes C++ for a CPU")
-    more = {"timeout": 280, "TORCH_LOGS": "recompiles"}
+    more = {"timeout": 280, "real": True, "TORCH_LOGS": "recompiles"}
     told = succeed(training.run("ddp", "--max-steps", 3, "--compile", **more))
     assert told.stderr.count("GLOBAL_STATE changed: grad_mode"), "for the evaluation"
     assert "mismatch" not in told.stderr
