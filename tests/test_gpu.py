@@ -303,7 +303,7 @@ dist.destroy_process_group()
 @pytest.mark.skipif(not PRETENDED, reason="needs pretended GPUs, which print waits")
 @pytest.mark.parametrize(
     ("chosen_by", "waits"),
-    [("train_ddp.py", 0), ("scripts/minimal/ddp.py", 0), ("torch", 3)],
+    [("train_ddp.py", False), ("scripts/minimal/ddp.py", False), ("torch", True)],
 )
 def test_gradients_travel_while_the_backward_computes(chosen_by, waits, tmp_path):
     """Where "torch" has no wait any more, PyTorch has cured it: the scripts' line can go."""
@@ -313,7 +313,8 @@ def test_gradients_travel_while_the_backward_computes(chosen_by, waits, tmp_path
     told = re.findall(r"^(NCCL|WAIT stream \(nil\))", ended.stderr, re.MULTILINE)
     sends = [index for index, line in enumerate(told) if line == "NCCL"]
     assert len(sends) == 4, ended.stderr
-    assert told[sends[0] : sends[-1]].count("WAIT stream (nil)") == waits
+    # At most 3, but another thread asks for them: on a busy machine one may come after a later send.
+    assert ("WAIT stream (nil)" in told[sends[0] : sends[-1]]) == waits
     assert told[sends[-1] :].count("WAIT stream (nil)") >= 4, "before the optimizer's step"
 
 
