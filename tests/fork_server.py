@@ -32,6 +32,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from concurrent import futures
 
 # Variables that are read before a script's first line, but for those that a server takes over, and
@@ -153,12 +154,12 @@ def early(environment):
 
 
 def script_of(command):
-    """Return the part of a command that a fork can run: a script or a module, and its arguments."""
+    """Return the part of a command that a fork can run: a script, -m or -c, and its arguments."""
     program, *words = command
     if words[:1] == ["-u"]:
         del words[0]
-    is_script = bool(words) and words[0].endswith(".py")
-    return words if program == sys.executable and (is_script or words[:1] == ["-m"]) else None
+    can_run = bool(words) and (words[0].endswith(".py") or words[0] in ("-m", "-c"))
+    return words if program == sys.executable and can_run else None
 
 
 def what_runs(folder):
@@ -252,6 +253,10 @@ def fork_own_ranks():
 
 def run(command):
     words = script_of(command)
+    if words[0] == "-c":
+        sys.argv, sys.path[0] = ["-c", *words[2:]], ""
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        return exec(words[1], vars(main))
     is_module = words[0] == "-m"
     sys.argv = words[1:] if is_module else words
     sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(words[0]))

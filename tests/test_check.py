@@ -239,7 +239,8 @@ def test_a_command_that_cannot_work_says_why(tmp_path):
     "name",
     [
         "nn.parallel.DistributedDataParallel.will_sync_module_buffers",  # it is called
-        "nn.modules.module.register_module_forward_hook",  # it is imported
+        # It is imported.
+        pytest.param("nn.modules.module.register_module_forward_hook", marks=pytest.mark.slow),
     ],
 )
 def test_a_torch_that_lacks_a_name_is_named(name, tmp_path):

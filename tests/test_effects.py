@@ -5,7 +5,6 @@ That the scripts equal each other says nothing about what all of them do wrong t
 
 import math
 import os
-import subprocess
 import sys
 import termios
 from contextlib import suppress
@@ -17,6 +16,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DistributedSampler
 
+from tests.fork_server import Fork
 from tests.layouts import distance, state, train
 from tests.processes import (
     ROOT,
@@ -25,6 +25,7 @@ from tests.processes import (
     error_line,
     free_port,
     run,
+    server,
     succeed,
 )
 from utils.datasets import idx
@@ -149,16 +150,16 @@ def test_a_progress_bar_is_shown_on_a_terminal(short_dir, tmp_path):
     termios.tcsetwinsize(end, (24, 80))
     words = Training(short_dir, tmp_path / "run").command("ddp", "--model", "linear")
     words.remove("--no-progress")
-    with subprocess.Popen(
-        [*map(str, words)], cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=end
-    ) as process:
-        os.close(end)
-        shown = b""
-        with suppress(OSError):  # EIO: the last program on it has ended
-            while more := os.read(terminal, 4096):
-                shown += more
+    words, shown = [str(word) for word in words], b""
+    with open(os.devnull, "r+") as nothing:
+        streams = [nothing.fileno(), nothing.fileno(), end]
+        process = Fork(server()[0], words, ROOT, environment(), streams)
+    os.close(end)
+    with suppress(OSError):  # EIO: the last program on it has ended
+        while more := os.read(terminal, 4096):
+            shown += more
     os.close(terminal)
-    assert process.returncode == 0, shown
+    assert process.wait(60) == 0, shown
     assert shown.count(b"| 0/10") == 1, shown
 
 

@@ -44,7 +44,7 @@ def test_a_fork_ends_as_the_interpreter_does(end, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "technique", [pytest.param("single", marks=SLOW), "spawn", pytest.param("ddp", marks=SLOW)]
+    "technique", ["single", *(pytest.param(name, marks=SLOW) for name in ("spawn", "ddp"))]
 )
 def test_a_forked_training_equals_a_started_one(technique, short_dir, tmp_path):
     """To the bit, with dropout, augmentation, loader workers and several gradient buckets."""
