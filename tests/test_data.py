@@ -11,6 +11,7 @@ import os
 import random
 import re
 import signal
+import sys
 import threading
 import time
 
@@ -573,21 +574,33 @@ def test_a_set_that_cannot_be_sent_to_a_worker_is_one_line(python_3_14):
         next(loader.batches(DataLoader(dataset, 4, **options)))
 
 
+# Reads by two workers, until it is killed.
+READS = """
+import multiprocessing, pathlib, sys, time, torch
+from torch.utils.data import DataLoader, TensorDataset
+sys.path.append(".")
+from utils.datasets import loader
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method(sys.argv[1], force=True)
+    samples = loader.SampleSet(TensorDataset(torch.arange(9), torch.arange(9)))
+    options = loader.loader_options(samples, 2, torch.device("cpu"))
+    batches = loader.batches(DataLoader(samples, 3, **options))
+    next(batches)
+    pathlib.Path(sys.argv[2]).touch()
+    time.sleep(600)
+"""
+
+
 @pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_a_training_that_is_killed_leaves_no_worker(method, tmp_path):
     """However Python starts them."""
-
-    def train():
-        multiprocessing.set_start_method(method, force=True)
-        batches = loader.batches(DataLoader(Set(9), 3, **data.loader_options(Set(9), 2, CPU)))
-        next(batches)
-        (tmp_path / "started").touch()
-        time.sleep(600)
-
-    process = fork(train)
+    (tmp_path / "reads.py").write_text(READS)
+    words = [sys.executable, tmp_path / "reads.py", method, tmp_path / "started"]
+    process = start(*words, real=method == "forkserver")
     wait_until((tmp_path / "started").exists)
     workers = psutil.Process(process.pid).children(recursive=True)
     process.kill()
-    process.join()
+    process.wait()
     assert len(workers) >= 2
     assert psutil.wait_procs(workers, 60)[1] == []
