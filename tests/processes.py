@@ -39,6 +39,8 @@ show_gpus = False
 PRETENDED = "libpretend" in os.environ.get("LD_PRELOAD", "")
 STANDALONE = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+# What a user set for this run of scripts/test.sh is not for those that tests start.
+LEFT_OUT = (*LAUNCHER_VARIABLES, "VENV", "TORCH_BACKEND")
 
 
 @dataclass
@@ -76,7 +78,7 @@ def visible():
 def environment(**extra):
     """Return the environment for a process: this one's, marked, without a launcher's variables."""
     whole = visible() if show_gpus else os.environ
-    kept = {k: v for k, v in whole.items() if k not in LAUNCHER_VARIABLES}
+    kept = {k: v for k, v in whole.items() if k not in LEFT_OUT}
     # `torchrun` and `python3` are those of this environment, activated or not.
     path = f"{Path(sys.executable).parent}:{kept.get('PATH', os.defpath)}"
     return kept | SETTINGS | {"PATH": path} | MARK | extra
