@@ -38,9 +38,10 @@ show_gpus = False
 # A library that stands for CUDA on a machine without a GPU. It counts, but it runs no kernels.
 PRETENDED = "libpretend" in os.environ.get("LD_PRELOAD", "")
 STANDALONE = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# What a user set for this run of scripts/test.sh is not for those that tests start.
-LEFT_OUT = (*LAUNCHER_VARIABLES, "VENV", "TORCH_BACKEND")
+# Variables that a process of a test does not inherit: a launcher's, and what a user set for this
+# run of scripts/test.sh.
+LEFT_OUT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+LEFT_OUT += ("VENV", "TORCH_BACKEND")
 
 
 @dataclass
