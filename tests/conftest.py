@@ -121,11 +121,11 @@ def training(short_dir, tmp_path):
 @pytest.fixture(scope="session")
 def expected(synthetic_dir, tmp_path_factory):
     """The weights that two processes reach, however they were started."""
-    from tests.launches import LAUNCH_TABLE, SHORT, finish_all, launch
+    from tests.launches import LAUNCHES, SHORT, finish_all, launch
 
     folder = tmp_path_factory.mktemp("expected")
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {folder}"
-    command = LAUNCH_TABLE["no launcher, one machine"]
+    command = LAUNCHES["no launcher, one machine"]
     (ended,) = finish_all(launch(command, flags, literal=False), 60)
     assert ended.returncode == 0, ended.text
     return processes.summary(folder)["weights_sha256"]

@@ -192,8 +192,9 @@ def quoted(lesson):
 
 
 def lines_of(text):
-    """Return what a shell reads of each line."""
-    return [re.sub(r"(^|\s+)# .*$", "", line).strip() for line in text.splitlines()]
+    """Return what a shell reads of each line; one that ends with a backslash goes on."""
+    joined = re.sub(r"\\\n\s*", "", text)
+    return [re.sub(r"(^|\s+)# .*$", "", line).strip() for line in joined.splitlines()]
 
 
 def commands_of(blocks):
@@ -216,8 +217,11 @@ def inline_commands(text):
 def docstring_commands(path):
     """Return the commands in the docstring at the head of a script."""
     docstring = read(path).partition('"""')[2].partition('"""')[0]
-    lines = lines_of(re.sub(r"\\\n\s*", "", docstring))  # a command on two lines
-    return [line for line in lines if re.match(r"(python|torchrun|\./scripts/|scripts/)\b", line)]
+    return [
+        line
+        for line in lines_of(docstring)
+        if re.match(r"(python|torchrun|\./scripts/|scripts/)\b", line)
+    ]
 
 
 def follow(blocks, folder):

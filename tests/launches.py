@@ -1,15 +1,28 @@
-"""Every way to launch train_ddp.py: the commands of the documents' table."""
+"""Every way to launch train_ddp.py, with the commands of docs/launching.md."""
 
-from tests.documents import rows, section
+from tests.documents import blocks, lines_of, read
 from tests.processes import ROOT, finish, free_port, shell_line, start
 
 SHORT = "--dataset synthetic --model linear --max-steps 20 --threads 1 --no-progress"
 
 
-# The commands by method. $HOST0 and $PORT are where rank 0 is, $NODE is the machine's number.
-TABLE = rows(section(ROOT / "docs" / "launching.md", "Every way to launch it").text)[1:]
-LAUNCH_TABLE = {method: code.strip("`") for method, code, _ in TABLE}
-assert len(LAUNCH_TABLE) >= 12
+def launches():
+    """Return the commands by the method that the comment above each one names.
+
+    $HOST0 and $PORT are where rank 0 is, $NODE is the machine's number.
+    """
+    page = read(ROOT / "docs" / "launching.md")
+    _, _, shown = page.partition("## Every way to launch it\n")
+    found = {}
+    for block in blocks(shown.partition("\n## ")[0]):
+        for comment in block.text.split("# ")[1:]:
+            method, command = comment.split("\n", 1)
+            [found[method.partition(":")[0]]] = lines_of(command)
+    return found
+
+
+LAUNCHES = launches()
+assert len(LAUNCHES) == 12
 
 
 def launch(command, flags, literal=True, **extra):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.documents import blocks, read
-from tests.launches import LAUNCH_TABLE, SHORT, finish_all, launch
+from tests.launches import LAUNCHES, SHORT, finish_all, launch
 from tests.processes import (
     ROOT,
     environment,
@@ -43,7 +43,7 @@ MPI = {
 def test_mpirun_side_by_side(synthetic_dir, tmp_path, expected):
     """Two jobs on one host find ports of their own."""
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}"
-    jobs = [launch(LAUNCH_TABLE["mpirun"], f"{flags}/{job}", **MPI) for job in range(2)]
+    jobs = [launch(LAUNCHES["mpirun"], f"{flags}/{job}", **MPI) for job in range(2)]
     for job, processes in enumerate(jobs):
         (ended,) = finish_all(processes, 120)
         assert ended.returncode == 0, ended.text
@@ -153,7 +153,7 @@ def no_process_is_left():
 
 
 def test_srun(slurm, synthetic_dir, tmp_path, expected):
-    command = LAUNCH_TABLE["srun"].replace("srun", "srun --nodes 2")
+    command = LAUNCHES["srun"].replace("srun", "srun --nodes 2")
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
     (ended,) = finish_all(launch(command, flags, **slurm), 120)
     assert ended.returncode == 0, ended.text
@@ -186,7 +186,7 @@ def wait_for(slurm, job, output, words, seconds):
 
 @pytest.mark.parametrize("options", [ONE_NODE, TWO_NODES], ids=["1", "2"])
 def test_sbatch_runs_to_its_end(options, slurm, synthetic_dir, tmp_path, expected):
-    command = LAUNCH_TABLE["sbatch"].split()[-1:]  # the sizes are this test's
+    command = LAUNCHES["sbatch"].split()[-1:]  # the sizes are this test's
     flags = f"{SHORT} --data-dir {synthetic_dir}".replace(" --no-progress", "").split()
     output, run_dir = tmp_path / "out", tmp_path / "run"
     job = sbatch(slurm, *options, str(output), *command, *flags, RUN_DIR=str(run_dir))

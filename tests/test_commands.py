@@ -14,9 +14,8 @@ from tests.documents import (
     name_of,
     prose,
     read,
-    rows,
-    section,
 )
+from tests.launches import LAUNCHES
 from tests.processes import ROOT, copy_project, run, shell_line, succeed, summary
 
 # What tests of their own run: test_quickstart, test_lessons, test_minimal, test_training, test_gpu.
@@ -24,7 +23,7 @@ ELSEWHERE = re.compile(
     r"(\./)?scripts/(quickstart|test)\.sh|source |python scripts/lessons/NAME\.py$|tensorboard "
     r"|(.*torchrun .*|python )scripts/minimal/\w+\.py|scripts/gpu_check\.sh --only"
 )
-# Several machines, and schedulers: tests run the commands of the table, which differ in numbers.
+# Several machines, and schedulers: tests run those of launching.md, which differ in numbers.
 ON_MACHINES = re.compile(r"-m pytest|\$HOST0|\$NODE|^(srun|sbatch|mpirun|HOSTS=)")
 # A reader's own files.
 OWN_FILES = re.compile(r"my_(script|project)|their.train|\.\.\./scripts/check|kubectl|docker ")
@@ -47,8 +46,7 @@ def shown_commands():
 
 
 SHOWN = shown_commands()
-TABLE = rows(section(ROOT / "docs" / "launching.md", "Every way to launch it").text)[1:]
-LAUNCHED = [code.strip("`") for _, code, *_ in TABLE]  # tests/test_launch.py runs them
+LAUNCHED = LAUNCHES.values()  # tests/test_launch.py runs them
 
 
 HERE = [

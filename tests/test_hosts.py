@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launches import LAUNCH_TABLE, SHORT, finish_all
+from tests.launches import LAUNCHES, SHORT, finish_all
 from tests.processes import Training, error_lines, finish, run, start, succeed, summary, wait_until
 
 # Root in a container may not make any.
@@ -146,7 +146,7 @@ def test_hosts_reach_the_weights_of_one(
     if method == "scripts/run_ssh.sh":
         started = [network.run_ssh(flags, tmp_path)]
     else:
-        command = LAUNCH_TABLE[method].replace("WORLD_SIZE=2", f"WORLD_SIZE={count}")
+        command = LAUNCHES[method].replace("WORLD_SIZE=2", f"WORLD_SIZE={count}")
         command = command.replace("NNODES=2 ", f"NNODES={count} ")
         started = network.launch(f"{command} {flags}")
     for ended in finish_all(started, 200):
@@ -178,7 +178,7 @@ def test_run_ssh_leaves_nobody(killed, hosts, synthetic_dir, tmp_path):
 def test_a_host_is_cut_off_in_training(hosts, synthetic_dir, tmp_path):
     network = hosts(2)
     flags = f"{LONG} --data-dir {synthetic_dir} --run-dir {tmp_path}/run --timeout 20"
-    command = LAUNCH_TABLE["variables by hand"]
+    command = LAUNCHES["variables by hand"]
     processes = network.launch(f"{command} {flags}")
     wait_until((tmp_path / "run" / "metrics.jsonl").exists)
     succeed(run("ip", "-n", network.names[1], "link", "set", "eth0", "down"))
@@ -205,7 +205,7 @@ def test_a_name_server_that_never_answers_costs_little(training, tmp_path):
 
 
 def test_the_doctor_finds_a_slow_link_and_names_that_resolve_to_loopback(hosts, synthetic_dir):
-    command = LAUNCH_TABLE["variables by hand"].replace("train_ddp.py", "scripts/tools/doctor.py")
+    command = LAUNCHES["variables by hand"].replace("train_ddp.py", "scripts/tools/doctor.py")
     flags = f"--dataset synthetic --data-dir {synthetic_dir} --threads 1"
     network = hosts(2, resolve=False)
     limit = "tbf rate 200mbit burst 70kb latency 50ms"

@@ -1,4 +1,4 @@
-"""Every way to launch train_ddp.py, with the commands of the documents' table."""
+"""Every way to launch train_ddp.py, with the commands of docs/launching.md."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 
-from tests.launches import LAUNCH_TABLE, SHORT, finish_all, launch
+from tests.launches import LAUNCHES, SHORT, finish_all, launch
 from tests.processes import (
     ALTERED,
     STANDALONE,
@@ -37,7 +37,7 @@ SLOW = ("torchrun, elastic", "torchrun, static", "script, one machine", "script,
     "method",
     [
         pytest.param(method, marks=[pytest.mark.slow] if method in SLOW else [])
-        for method in LAUNCH_TABLE
+        for method in LAUNCHES
         if method not in ELSEWHERE
     ],
 )
@@ -47,7 +47,7 @@ def test_every_way_reaches_the_same_weights(method, synthetic_dir, tmp_path, exp
     What a shell still has of another job does no harm, where one machine needs no address.
     """
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
-    command = LAUNCH_TABLE[method]
+    command = LAUNCHES[method]
     stale = {"MASTER_ADDR": "192.0.2.1"} if method == "no launcher, one machine" else {}
     for ended in finish_all(launch(command, flags, "scripts/" in command, **stale), 90):
         assert ended.returncode == 0, ended.text
@@ -60,7 +60,7 @@ def test_every_way_reaches_the_same_weights(method, synthetic_dir, tmp_path, exp
 @pytest.mark.slow
 def test_an_elastic_job_grows_and_shrinks(synthetic_dir, tmp_path):
     """One node begins, a second joins, and the first goes on when that one is killed."""
-    command = LAUNCH_TABLE["torchrun, elastic"].replace("timeout=10", "timeout=3")
+    command = LAUNCHES["torchrun, elastic"].replace("timeout=10", "timeout=3")
     flags = (
         f"--dataset synthetic --data-dir {synthetic_dir} --model linear --epochs 100000 --threads 1"
         f" --no-progress --no-tensorboard --run-dir {tmp_path}/run"
@@ -175,7 +175,7 @@ def test_a_device_that_no_backend_knows():
 )
 def test_torchrun_starts_all_again_after_a_crash(method, how, synthetic_dir, tmp_path, expected):
     """Ranks that start again must not meet at the addresses of the attempt before."""
-    command = LAUNCH_TABLE[method].replace("train_ddp.py", f"{ALTERED} train_ddp.py")
+    command = LAUNCHES[method].replace("train_ddp.py", f"{ALTERED} train_ddp.py")
     flags = f"{SHORT} --data-dir {synthetic_dir} --run-dir {tmp_path}/run"
     crash = {"ALTER": how, "ALTER_RANK": "1", "ALTER_AT": "1", "ALTER_ONCE": ""}
     crash |= {"ALTER_FLAG": str(tmp_path / "crashed"), "PET_MAX_RESTARTS": "1"}
