@@ -74,10 +74,6 @@ def sections(path):
     return sections_of(read(path))
 
 
-def section(path, title):
-    return next(found for found in sections(path) if found.title.startswith(title))
-
-
 def anchors(path):
     """Return the anchors that GitHub gives the headings."""
     plain = (re.sub(r"[^\w\- ]", "", part.title.lower()) for part in sections(path))
