@@ -215,7 +215,8 @@ def test_a_job_of_ones_own(slurm, short_dir, tmp_path):
     job = sbatch(slurm, job_script)
     text = wait_for(slurm, job, output, "of 500", 200)
     assert text.count("epoch 1: ") == 1, text
-    wait_until(lambda: job_state(slurm, job) == "COMPLETED")
+    wait_until(lambda: job_state(slurm, job) not in ("RUNNING", "COMPLETING"))
+    assert job_state(slurm, job) == "COMPLETED", output.read_text()
 
 
 @pytest.mark.parametrize("cause", ["time limit", "requeue"])
