@@ -112,7 +112,9 @@ def change(other):
 
 @pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
 def test_the_change_in_the_readme_is_that_of_the_minimal_scripts(name):
-    """Above its lines stand sentences, each behind an @@."""
+    """Above its lines stand sentences, each behind an @@. A new line stands beside its old one."""
     cuts = re.findall(r"```diff\n(@@ .*?)```", (ROOT / name).read_text(), re.DOTALL)
-    lines = [[line for line in cut.splitlines() if line[:3] != "@@ "] for cut in cuts]
-    assert lines == [change("dp"), change("ddp")]
+    for cut, other in zip(cuts, ("dp", "ddp"), strict=True):
+        for sign in "-+":
+            shown, wanted = cut.splitlines(), change(other)
+            assert [x for x in shown if x[0] == sign] == [x for x in wanted if x[0] == sign]
