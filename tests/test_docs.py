@@ -88,7 +88,8 @@ def test_the_flags_that_running_tells_are_the_parsers():
 def templates():
     """Return the strings of the product, each as its pieces; None is a value between them."""
     found = set()
-    for path in [ROOT / "data.py", ROOT / "models.py", *(ROOT / "utils").rglob("*.py")]:
+    minimal = ROOT / "scripts" / "minimal" / "ddp_complete.py"
+    for path in [ROOT / "data.py", ROOT / "models.py", minimal, *(ROOT / "utils").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
             if all(isinstance(part, ast.Constant | ast.FormattedValue) for part in parts):
