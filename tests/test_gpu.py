@@ -101,14 +101,14 @@ def test_the_report_has_all_parts_although_two_failed(check, tmp_path):
 
 
 def test_what_a_machine_lacks_is_skipped_and_told(check, tmp_path):
-    ended = succeed(check(LACKS="hypothesis torchvision", GPUS="1", NO_MNIST="1"))
+    ended = succeed(check(LACKS="psutil torchvision", GPUS="1", NO_MNIST="1"))
     text, skipped = read_report(tmp_path)
     for name, words in {
         "overlap": "skipped: it takes two GPUs",
         "time": "skipped: it takes MNIST",
         "quickstart": "requirements.txt (torchvision)",
-        "tests": "skipped: the tests need hypothesis",
-        "nccl": "skipped: the tests need hypothesis",
+        "tests": "skipped: the tests need psutil",
+        "nccl": "skipped: the tests need psutil",
     }.items():
         assert words in skipped.pop(name)
     assert skipped == {}
