@@ -2,10 +2,7 @@
 
 import errno
 import os
-import pickle
 import shutil
-import stat
-from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 
@@ -15,7 +12,7 @@ import torch
 from torch import nn
 
 import models
-from utils.errors import Diverged, UsageError
+from utils.errors import Diverged, UsageError, explain
 from utils.training import checkpoint
 from utils.training.checkpoint import Checkpointer
 from utils.training.progress import Progress
@@ -135,35 +132,22 @@ def test_what_cannot_be_read_is_not_damaged(tmp_path, monkeypatch):
     """The command is refused, and nothing is removed or renamed."""
     saved(tmp_path, steps=2)
     path = tmp_path / "last.pt"
-    monkeypatch.setattr(Path, "read_bytes", fail(errno.EIO))
-    with pytest.raises(OSError, match=r"Input/output error: .*last\.pt"):
-        restored(build(tmp_path))
-    monkeypatch.undo()
-    for parts, message in (
-        ({"format": 3}, r"its format is 3, not \d"),
-        ({"format": 5, "args": Namespace(lr=0.1)}, "holds more than tensors and plain values"),
-    ):
-        torch.save(torch.load(path, weights_only=True) | parts, path)
-        before = content(tmp_path)
-        with pytest.raises(CheckpointError, match=message):
+    before = content(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", fail(errno.EIO))
+        with pytest.raises(OSError, match=r"Input/output error: .*last\.pt"):
             restored(build(tmp_path))
-        assert content(tmp_path) == before
+    assert content(tmp_path) == before
+    torch.save(torch.load(path, weights_only=True) | {"format": 3}, path)
+    with pytest.raises(CheckpointError, match=r"its format is 3, not \d"):
+        restored(build(tmp_path))
 
 
 def test_a_file_system_that_can_do_less(tmp_path, monkeypatch):
-    """On exFAT, FUSE and others a file has one name, and a folder cannot be synced."""
-    sync = os.fsync
-
-    def refuse(descriptor):
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            fail(errno.EINVAL)()
-        sync(descriptor)
-
+    """On exFAT, FUSE and others a file has one name."""
     monkeypatch.setattr(os, "link", fail(errno.EPERM))
-    monkeypatch.setattr(os, "fsync", refuse)
     saved(tmp_path, steps=3)
     assert sorted(content(tmp_path)) == ["last.pt", "previous.pt"]
-    assert restored(build(tmp_path)).global_step == 3
     (tmp_path / "last.pt").unlink()
     assert restored(build(tmp_path)).global_step == 2, "the one before is kept there, too"
 
@@ -184,19 +168,11 @@ def test_a_disk_that_takes_no_more_leaves_the_checkpoint_before(tmp_path, monkey
     saver, progress = saved(tmp_path)
     monkeypatch.setattr(os, "fsync", fail(errno.ENOSPC))
     step(saver, progress)
-    with pytest.raises(OSError, match=r"No space left on device: .*last\.pt"):
+    with pytest.raises(OSError, match=r"No space left on device: .*last\.pt") as caught:
         saver.save(progress)
+    assert "device; earlier checkpoints are whole: make room" in str(explain(caught.value))
     assert restored(build(tmp_path)).global_step == 1
-
-
-def test_a_save_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
-    """File, then name, then folder: after a loss of power there is a whole checkpoint."""
-    calls = []
-    for name in ("fsync", "replace"):
-        real = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *a, n=name, r=real: (calls.append(n), r(*a))[1])
-    saved(tmp_path)
-    assert calls == ["fsync", "replace", "fsync"]
+    assert [*content(tmp_path)] == ["last.pt"]
 
 
 def test_only_rank_0_writes(tmp_path, monkeypatch):
@@ -251,11 +227,9 @@ def test_the_optimizer_s_state_goes_by_name(tmp_path):
     for name, parameter in other.named_parameters():
         theirs = saver.optimizer.state[model.get_parameter(name)]["momentum_buffer"]
         assert torch.equal(loader.optimizer.state[parameter]["momentum_buffer"], theirs), name
-    for wrong in (torch.optim.AdamW, torch.optim.RMSprop):
-        with pytest.raises(
-            CheckpointError, match=f"optimizer SGD, this command says {wrong.__name__}"
-        ):
-            restored(build(tmp_path, other, optimizer=wrong(other.parameters())))
+    wrong = torch.optim.AdamW(other.parameters())
+    with pytest.raises(CheckpointError, match="optimizer SGD, this command says AdamW"):
+        restored(build(tmp_path, other, optimizer=wrong))
     with pytest.raises(UsageError, match="pass its module to Run in `extra`"):
         build(tmp_path, other, optimizer=sgd([*other.parameters(), nn.Parameter(torch.ones(1))]))
 
@@ -299,33 +273,24 @@ class Part:
 
 
 def test_what_numpy_counted_is_read_back_as_plain_values(tmp_path):
-    own = [
-        np.float64(0.5),
-        {np.int64(3): np.bool_(True)},
-        np.arange(3.0),
-        Counter(a=2),
-        (b"x", {1}),
-    ]
+    own = [np.float64(0.5), {np.int64(3): np.bool_(True)}, np.arange(3.0), Counter(a=2)]
     before, part, copy = repr(own), Part(own), Part(None)
     saved(tmp_path, extra={"part": part})
     restored(build(tmp_path, extra={"part": copy}))
     tensor = torch.arange(3.0, dtype=torch.float64)
-    assert repr(copy.state) == repr([0.5, {3: True}, tensor, Counter(a=2), (b"x", {1})])
+    assert repr(copy.state) == repr([0.5, {3: True}, tensor, Counter(a=2)])
     assert repr(part.state) == before, "changed in the run that goes on"
 
 
-@pytest.mark.parametrize("own", [Path("x"), np.array(["x"]), lambda: 0])
-def test_what_a_resume_would_refuse_is_refused_when_the_run_opens_and_at_a_save(own, tmp_path):
-    part = Part([0, own])
-    message = rf"extra\['part'\]\['own'\]\[1\] is a \S*{type(own).__qualname__}, which could not"
-    with pytest.raises(UsageError, match=message):
-        build(tmp_path, extra={"part": part})
-    part.state = None
+def test_what_a_resume_would_refuse_is_refused_when_the_run_opens_and_at_a_save(tmp_path):
+    part, message = Part(None), r"extra\['part'\]\['own'\]\[1\] is a \S*PosixPath, which could not"
     saver, progress = saved(tmp_path, extra={"part": part})
     before = content(tmp_path)
-    part.state = [0, own]
+    part.state = [0, Path("x")]
     with pytest.raises(UsageError, match=message):
         saver.save(progress)
+    with pytest.raises(UsageError, match=message):
+        build(tmp_path, extra={"part": part})
     assert content(tmp_path) == before
 
 
@@ -359,11 +324,9 @@ class Bomb:
 def test_a_malicious_pickle_is_refused_and_never_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"model": Bomb()}, tmp_path / "zip.pt")
-    (tmp_path / "bare.pt").write_bytes(pickle.dumps(Bomb()))
-    for name, words in (("zip.pt", "can run code"), ("bare.pt", "not a file of torch.save")):
-        with pytest.raises(CheckpointError, match=words) as caught:
-            load_weights(models.build_model("linear"), str(tmp_path / name))
-        assert "weights_only=False" not in str(caught.value)
+    with pytest.raises(CheckpointError, match="can run code") as caught:
+        load_weights(models.build_model("linear"), str(tmp_path / "zip.pt"))
+    assert "weights_only=False" not in str(caught.value)
     assert not (tmp_path / "exploded").exists()
 
 
@@ -371,7 +334,7 @@ def test_partial_weights_go_by_name_and_shape(tmp_path, capsys):
     """A transposed matrix has as many numbers, and is not the same."""
     source, target = nn.Linear(3, 4), nn.Linear(4, 3)
     state = {"module.weight": source.weight.detach(), "module.bias": torch.arange(3.0)}
-    torch.save({"state_dict": state | {"\x1b[2Jx": torch.ones(1)}}, tmp_path / "weights.pt")
+    torch.save({"state_dict": state}, tmp_path / "weights.pt")
     before = target.weight.detach().clone()
     load_weights(target, str(tmp_path / "weights.pt"))
     assert target.bias.tolist() == [0, 1, 2]
@@ -379,7 +342,6 @@ def test_partial_weights_go_by_name_and_shape(tmp_path, capsys):
     told = capsys.readouterr().out
     assert "weights loaded 1 tensors" in told
     assert "skipped: weight" in told
-    assert r"skipped: \x1b[2Jx" in told
 
 
 @pytest.mark.parametrize(
@@ -396,10 +358,8 @@ def test_weights_are_found_where_people_keep_them(wrap, prefix, tmp_path):
 
 def test_weights_that_do_not_fit_are_named_beside_our_own(tmp_path):
     path = tmp_path / "weights.pt"
-    fc1 = {"fc1.weight": torch.ones(2), "fc1.bias": torch.ones(2)}
-    for content in ([1, 2], {"a": "text"}, fc1):
-        torch.save(content, path)
-        with pytest.raises(CheckpointError) as caught:
-            load_weights(models.build_model("linear"), str(path))
+    torch.save({"fc1.weight": torch.ones(2), "fc1.bias": torch.ones(2)}, path)
+    with pytest.raises(CheckpointError) as caught:
+        load_weights(models.build_model("linear"), str(path))
     for name in ("fc1.weight", "fc1.bias", "1.weight", "1.bias"):
         assert name in str(caught.value)
