@@ -34,19 +34,13 @@ def train(technique, own, folder, *extra):
     return Training(folder, folder).run(technique, *common, *extra, ALTER=own)
 
 
-@pytest.mark.slow
-def test_a_regression_has_the_same_losses_in_all_three_and_no_accuracy(tmp_path):
-    found = []
-    for technique in ("single", "dp", "ddp"):
-        flags = ["--epochs", 3, "--lr", 0.01, "--max-grad-norm", 0, "--no-augment"]
-        told = succeed(train(technique, "regression", tmp_path / technique, *flags)).stdout
-        assert "accuracy" not in told
-        facts = summary(tmp_path / technique)
-        assert facts["test_accuracy"] is None
-        found.append([facts["test_loss"], facts["test_error"]])
-    assert found[1:] == [pytest.approx(found[0], rel=1e-3)] * 2
-    assert facts["test_loss"] < 0.03, "a constant has 0.08"
-    succeed(run(sys.executable, COMPARE, *(tmp_path / name for name in ("single", "dp"))))
+def test_a_regression_has_no_accuracy(tmp_path):
+    flags = ["--max-steps", 5, "--lr", 0.001]
+    assert "accuracy" not in succeed(train("single", "regression", tmp_path / "run", *flags)).stdout
+    facts = summary(tmp_path / "run")
+    assert facts["test_accuracy"] is None
+    assert 0 < facts["test_error"] ** 2 < facts["test_loss"]
+    succeed(run(sys.executable, COMPARE, tmp_path / "run"))
 
 
 def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all(tmp_path):
@@ -72,18 +66,16 @@ def test_all_state_is_restored_exactly(tmp_path):
     torch.testing.assert_close(before, after, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("own", [pytest.param("depth", marks=pytest.mark.slow), "uneven"])
-def test_a_graph_that_changes_is_told_what_helps(own, tmp_path):
-    """From step to step, or between ranks, where gloo aborts the other rank with a stack."""
-    ended = train("ddp", own, tmp_path / "run", "--max-steps", 5)
+def test_a_graph_that_differs_between_ranks_is_told_what_helps(tmp_path):
+    """gloo aborts the other rank with a stack."""
+    ended = train("ddp", "uneven", tmp_path / "run", "--max-steps", 5)
     assert ended.returncode == 1
     lines = [line for line in ended.stderr.splitlines() if ".py: error: " in line]
-    advice = ("did not receive grad for rank ", "another branch")
-    assert any(text in line for line in lines for text in advice), ended.stderr
+    assert any("did not receive grad for rank " in line for line in lines), ended.stderr
     assert not any(line.count("--find-unused-parameters") > 1 for line in lines), "told twice"
-    assert own == "depth" or sum("rank 0 lost rank 1" in line for line in lines) == 1, ended.stderr
+    assert sum("rank 0 lost rank 1" in line for line in lines) == 1, ended.stderr
     flags = ["--max-steps", 5, "--find-unused-parameters"]
-    succeed(train("ddp", own, tmp_path / "helped", *flags))
+    succeed(train("ddp", "uneven", tmp_path / "helped", *flags))
 
 
 NETWORK = """from torch import nn
@@ -117,7 +109,6 @@ FILES = {
     "my_labels.py": "import torch\n\n\ndef make():\n    return torch.arange(600) % 3\n",
     "my_broken.py": "import torch\n\nimport my_typo\n",
     "my_typo.py": "size = 3\nweights = torch.zeros(size)\n",
-    "my_syntax.py": "def build(:\n",
 }
 OWN = ["--model", "my_network:MyNetwork", "--dataset", "my_data:load"]
 
@@ -130,15 +121,9 @@ def own_folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param(script("train_single.py"), id="single"),
-        pytest.param(torchrun(2, "train_ddp.py"), marks=pytest.mark.slow, id="ddp"),
-    ],
-)
-def test_a_model_and_data_in_files_of_ones_own(words, own_folder):
+def test_a_model_and_data_in_files_of_ones_own(own_folder):
     """The checkpoint has their names. Nothing of it is imported because the checkpoint says so."""
+    words = script("train_single.py")
     words = [*words, *OWN, "--run-dir", "here", "--batch-size", 24, "--num-workers", 1]
     ended = succeed(run(*words, "--epochs", 2, cwd=own_folder))
     assert summary(own_folder / "here")["test_accuracy"] == 1, ended.stdout
@@ -160,9 +145,7 @@ def test_a_model_and_data_in_files_of_ones_own(words, own_folder):
         ("my_netwrok:MyNetwork", [], "there is no module my_netwrok in .*misspelt"),
         ("my_network:MyNet", [], "has no MyNet to call, but MyNetwork, sized"),
         ("my_network:sized", [], "is called with no arguments: missing a required argument"),
-        ("my_network:MyNetwork", ["data"], "is called with 'data': too many"),
         ("my_broken:build", [], r"my_typo\.py, line 2: NameError: name 'torch'"),
-        ("my_syntax:build", [], r"my_syntax\.py, line 1: SyntaxError"),
     ],
 )
 def test_a_wrong_name_is_one_line_that_says_what_there_is(
