@@ -24,19 +24,17 @@ def held(ended):
     return numbers, int(told[0][2].replace(",", ""))
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_fsdp_ends_in_the_weights_of_ddp(ranks, short_dir, tmp_path):
+def test_fsdp_ends_in_the_weights_of_ddp(short_dir, tmp_path):
     """In float64, with a part of the model on each rank; an mlp takes their weights as they are."""
     saved = {}
     for script in ("ddp", "fsdp"):
-        flags = ["--data-dir", short_dir, "--batch-size", 96 // ranks]
-        ended = minimal.train(script, ranks, tmp_path / script, *flags, ALTER="exact")
+        flags = ["--data-dir", short_dir, "--batch-size", 48]
+        ended = minimal.train(script, 2, tmp_path / script, *flags, ALTER="exact")
         minimal.result(ended)
         saved[script] = torch.load(tmp_path / script / "model.pt", weights_only=True)
     numbers, total = held(ended)
     assert sum(numbers) == total == sum(p.numel() for p in models.mlp().parameters())
-    assert len(numbers) == ranks
-    assert max(numbers) < 1.1 * total / ranks
+    assert max(numbers) < 1.1 * total / 2
     models.mlp().double().load_state_dict(saved["fsdp"])
     torch.testing.assert_close(saved["fsdp"], saved["ddp"], rtol=0, atol=1e-12)
 
