@@ -150,7 +150,7 @@ def test_a_model_is_compiled_once_for_training(training):
     if shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler: torch.compile writes C++ for a CPU")
     more = {"timeout": 280, "real": True, "TORCH_LOGS": "recompiles"}
-    told = succeed(training.run("ddp", "--max-steps", 3, "--compile", **more))
+    told = succeed(training.run("ddp", "--model", "linear", "--max-steps", 3, "--compile", **more))
     assert told.stderr.count("GLOBAL_STATE changed: grad_mode"), "for the evaluation"
     assert "mismatch" not in told.stderr
 
