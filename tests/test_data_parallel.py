@@ -72,27 +72,6 @@ def test_grad_mode_and_the_dtype_of_autocast_reach_the_threads():
         keep_autocast_dtype(model, "cpu", torch.float16)
 
 
-class Particular(nn.Linear):
-    """Changes its input in place, and returns a dict."""
-
-    def forward(self, images):
-        images.sub_(0.5).relu_()
-        return {"logits": super().forward(images), "sums": [images.sum(), None]}
-
-
-def test_a_model_may_return_a_tree_and_change_its_input():
-    """Several times: views of one tensor have one version, and autograd notices the other's."""
-    model, images = Particular(784, 10), torch.randn(8, 784)
-    expected = model(images.clone())
-    for _ in range(2):
-        outputs = CPUDataParallel(model, 2)(images.clone())
-        outputs["logits"].sum().backward()
-    torch.testing.assert_close(outputs["logits"], expected["logits"], rtol=0, atol=1e-12)
-    sums, nothing = outputs["sums"]
-    assert nothing is None
-    assert (len(sums), float(sums.sum())) == (2, pytest.approx(float(expected["sums"][0])))
-
-
 CUDA = [torch.device("cuda", index) for index in (0, 3)]
 
 

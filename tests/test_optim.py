@@ -1,6 +1,5 @@
 """The arithmetic of a step: learning rates, momentum, random numbers, sums."""
 
-import math
 import random
 
 import numpy as np
@@ -8,13 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-import data
 import models
 from utils import optim
 from utils.device import seed_step
 from utils.errors import UsageError
 from utils.metrics import Metrics
-from utils.training.evaluation import evaluate
 
 CPU = torch.device("cpu")
 
@@ -29,17 +26,6 @@ def test_learning_rate_scaling():
     assert rates == pytest.approx({"none": 0.1, "linear": 0.4, "sqrt": 0.2})
     rates = [optim.scale_lr(0.1, "capped-linear", size) for size in (48, 384, 768)]
     assert rates == pytest.approx([0.05, 0.4, 0.4])
-
-
-def test_the_schedule_warms_up_and_ends_at_zero():
-    optimizer = torch.optim.SGD(linear().parameters(), lr=2.0)
-    schedule = optim.Schedule(optimizer, epoch_size=1000, epochs=5, warmup_epochs=1)
-    shares = {0: 0.1, 500: 0.55, 1000: 1.0, 2000: 0.5 + 0.5**1.5, 3000: 0.5, 5000: 0.0}
-    assert {images: schedule.factor(images) for images in shares} == pytest.approx(shares)
-    schedule.set(3000)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(1.0)
-    short = optim.Schedule(optimizer, epoch_size=1000, epochs=1, warmup_epochs=1)
-    assert short.warmup_samples == 300
 
 
 def test_a_layer_may_get_its_first_gradient_late():
@@ -62,21 +48,6 @@ def test_random_numbers_come_from_seed_rank_and_position():
     assert [draw(*place) for place in places] == [draw(*place) for place in places]
     for generator in range(3):
         assert len({draw(*place)[generator] for place in places}) == len(places)
-
-
-def test_evaluation_sums_exactly_and_leaves_the_model_as_it_is():
-    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(784), nn.Linear(784, 10))
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    images = torch.randint(256, (40, 28, 28), dtype=torch.uint8)
-    labels = torch.randint(10, (40,))
-    transform, results = data.Transform(CPU, data.SOURCES["mnist"]), []
-    for size in (1, 7, 40):
-        batches = zip(images.split(size), labels.split(size), strict=True)
-        found = evaluate(model, batches, transform, torch.autocast("cpu", enabled=False))
-        results.append((found.totals["correct"], found.count, pytest.approx(found.loss, rel=1e-5)))
-    assert results[0] == results[1] == results[2]
-    assert math.isnan(Metrics(CPU).loss), "nothing was counted"
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_sums_of_ranks_and_a_stop_are_added_up():
