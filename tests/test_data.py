@@ -400,15 +400,9 @@ def test_the_first_pass_changes_nothing_and_notes_statistics_that_move(capsys):
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4))
     sets = loader.place([Noisy()] * 2, CPU, None)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    noise = []
-    for is_tried in (False, True):
-        torch.manual_seed(1)
-        np.random.seed(2)
-        random.seed(3)
-        if is_tried:
-            try_first(model, *sets)
-        noise.append(states())
-    assert noise[0] == noise[1]
+    noise = states()
+    try_first(model, *sets)
+    assert states() == noise
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -37,14 +37,12 @@ def training(synthetic_dir, tmp_path):
 # The script, on any machine
 
 
-# A Python that has torch and the modules that are not in $LACKS. It runs nothing: pytest fails, and
-# the doctor hangs where $HANG is set.
+# A Python that has torch and the modules that are not in $LACKS. It runs nothing: pytest fails.
 FAKE_PYTHON = """case "$*" in
     -c*find_spec*) for name in $LACKS; do case " $* " in *" $name "*) echo "$name" ;; esac; done ;;
     -c*device_count*) echo "${GPUS:-2}" ;;
     -\\ *) [ -z "$LACKS" ] && exit || exit 1 ;;
     *pytest*) exit 1 ;;
-    *doctor*) [ -z "$HANG" ] || exec sleep 60 ;;
 esac
 case "$*" in -*) ;; *) echo "ran $*" ;; esac"""
 
@@ -56,24 +54,19 @@ def check(tmp_path):
         (tmp_path / folder).mkdir()
     for name in ("gpu_check.sh", "quickstart.sh", "environment.sh"):
         shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
-    script = tmp_path / "scripts" / "gpu_check.sh"
-    script.write_text(script.read_text().replace("LIMIT=600", "LIMIT=2"))
     (tmp_path / "tests" / "test_one.py").write_text("@pytest.mark.gpu")
     for name, text in ("nvidia-smi", "echo GPU 0: Fake"), ("python3", FAKE_PYTHON):
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / "bin" / name).chmod(0o755)
-    path = f"{tmp_path}/bin:/usr/bin:/bin"
-    return lambda *words, **variables: run(script, *words, cwd=tmp_path, PATH=path, **variables)
+    words, path = [tmp_path / "scripts" / "gpu_check.sh"], f"{tmp_path}/bin:/usr/bin:/bin"
+    return lambda *more, **variables: run(*words, *more, cwd=tmp_path, PATH=path, **variables)
 
 
 def read_report(folder):
     """Return the report and, by the name of each part that is not complete, its state."""
     (path,) = folder.glob("runs/gpu-check-*/report.md")
     text = path.read_text()
-    assert text.count("```\n$ ") * 2 == text.count("```\n"), "each block is closed"
     rows = re.findall(r"^- (\w+): (.*) \(\d+ s\)$", text, re.MULTILINE)
-    titles = re.findall("^## (.*)", text, re.MULTILINE)
-    assert titles == [*(name.title() for name, _ in rows), "Summary"]
     return text, {name: state for name, state in rows if state != "complete"}
 
 
@@ -81,14 +74,11 @@ def test_without_a_gpu_there_is_nothing_to_check(check):
     assert "torch can use no GPU" in error_line(check(GPUS="0"))
 
 
-def test_the_report_has_all_parts_although_two_failed(check, tmp_path):
-    """One of them takes too long."""
-    ended = check("--data-dir", "my data", HANG="1")
+def test_the_report_has_all_parts_although_some_failed(check, tmp_path):
+    ended = check("--data-dir", "my data")
     assert ended.returncode == 1, ended.text
     text, other = read_report(tmp_path)
-    assert [*other] == ["doctor", "tests", "nccl"]
-    assert other["doctor"].startswith("failed: ")
-    assert "did not end within the ten minutes" in text
+    assert [*other] == ["tests", "nccl"]
     for line in check("--list").stdout.splitlines():
         assert f"\n## {line.split()[0].title()}\n" in text
     assert "scripts/tools/doctor.py --dataset mnist --data-dir my data" in text
@@ -96,14 +86,11 @@ def test_the_report_has_all_parts_although_two_failed(check, tmp_path):
 
 
 def test_what_a_machine_lacks_is_skipped_and_told(check, tmp_path):
-    ended = succeed(check(LACKS="psutil torchvision", GPUS="1"))
-    text, skipped = read_report(tmp_path)
+    succeed(check(LACKS="psutil torchvision", GPUS="1"))
+    _, skipped = read_report(tmp_path)
     assert [*skipped] == ["overlap", "quickstart", "tests", "nccl"]
     assert "skipped: it takes two GPUs" in skipped["overlap"]
-    assert "requirements.txt (torchvision)" in skipped["quickstart"]
     assert "skipped: the tests need psutil" in skipped["tests"]
-    assert text.count("One GPU: ") == 3, "the doctor, the launches and the benchmark"
-    assert "Reports are welcome" in ended.stderr
 
 
 # One GPU
@@ -112,10 +99,14 @@ def test_what_a_machine_lacks_is_skipped_and_told(check, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("technique", "amp"), [("single", "bf16"), ("gpus", "fp16"), DDP])
 def test_a_script_trains_on_a_gpu(technique, amp, training):
-    succeed(training.run(technique, *SHORT, "--devices", 0, "--amp", amp, processes=1))
+    """It goes on with what a CPU has begun."""
+    succeed(training.run("single", *SHORT, "--device", "cpu", "--max-steps", 10))
+    flags = [*SHORT, "--devices", 0, "--amp", amp, "--resume"]
+    succeed(training.run(technique, *flags, processes=1))
     facts, saved = training.summary, state(training.folder)
     assert (facts["device"], facts["num_devices"]) == ("cuda", 1)
     assert facts["backend"] == ("nccl" if technique == "ddp" else None)
+    assert facts["resumed_from"] == 10
     assert facts["test_accuracy"] > 0.5
     assert ("scale" in saved["scaler"]) == (amp == "fp16")
     assert all(tensor.dtype == torch.float32 for tensor in saved["model"].values())
@@ -204,19 +195,6 @@ def test_sync_bn_normalises_over_the_batch_of_both(synthetic_dir, tmp_path):
     both = [("convnet", tmp_path / name, synthetic_dir, "--devices=0,1") for name in "12"]
     assert distance(single, train_20("ddp", 2, *both[0], "--sync-bn")) < 1e-9
     assert distance(single, train_20("ddp", 2, *both[1])) > 1e-4
-
-
-@pytest.mark.gpu(2)
-def test_any_script_resumes_any_other_from_cpu_to_gpus_and_back(training):
-    chain = ["cpu", "single", "gpus", "spawn", "cpu"]
-    where = {"cpu": ["--device", "cpu"], "single": ["--devices", 0]}
-    for i, technique in enumerate(chain):
-        extra = ["--model", "mlp", "--max-steps", 10 * (i + 1), *["--resume"] * (i > 0)]
-        extra += ["--amp", "fp16", *where.get(technique, ["--devices", "0,1"])]
-        succeed(training.run(technique.replace("cpu", "single"), *extra))
-        facts = training.summary
-        assert facts["device"] == ("cpu" if technique == "cpu" else "cuda")
-        assert (facts["global_step"], facts["resumed_from"]) == (10 * (i + 1), 10 * i or None)
 
 
 @pytest.mark.gpu(2)

