@@ -2,8 +2,9 @@
 
 import ast
 import json
+import os
 import re
-import shutil
+import signal
 import sys
 
 import pytest
@@ -15,12 +16,16 @@ import data
 import models
 from tests.minimal import FOLDER, RESULT, TIMEOUT, result, train
 from tests.processes import (
+    ALTERED,
     ROOT,
     STANDALONE,
     error_line,
+    finish,
     free_port,
     run,
     shell_line,
+    start,
+    wait_until,
 )
 
 IMAGES = 1920  # in short_dir
@@ -92,62 +97,53 @@ def test_accumulated_batches_of_three_ranks_make_the_weights_of_one_batch(short_
 
 # ddp_complete.py: a run that is stopped, killed, continued
 
-EPOCHS, STEP = 2, 96
-MOMENT = {"ALTER_RANK": "2", "ALTER_AT": "loss 25", "ALTER_ONCE": ""}  # the second epoch's 4th step
+STEP = 96
 RESTART = {"PET_MAX_RESTARTS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-# From three ranks on the order in which they are added up decides the last bits of a sum.
-RANKS, COMPLETE_FLAGS = 3, ["--batch-size", 32, "--num-workers", 1]
 
 
-def complete(folder, data_dir, *flags, ranks=RANKS, **variables):
-    flags = ["--data-dir", data_dir, *COMPLETE_FLAGS, *flags]
-    return train("ddp_complete", ranks, folder, *flags, **variables)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(short_dir, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("undisturbed")
-    result(complete(folder, short_dir, "--epochs", EPOCHS))
-    return folder
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
-def test_an_interrupted_run_ends_with_the_weights_of_an_undisturbed_one(
-    how, undisturbed, short_dir, tmp_path
-):
-    """torchrun starts it again after a kill alone, which repeats the epoch from its beginning."""
-    variables = MOMENT | RESTART | {"ALTER": how, "ALTER_FLAG": str(tmp_path / "flag")}
-    ended = complete(tmp_path, short_dir, "--epochs", EPOCHS, **variables)
+def test_ctrl_c_stops_all_ranks_after_a_step(short_dir, tmp_path):
+    """And no loader worker, although torchrun passes it on to the process groups of the ranks."""
+    flag = tmp_path / "flag"
+    words = [*STANDALONE, 2, ALTERED, "scripts/minimal/ddp_complete.py", "--num-workers", 1]
+    words += ["--dataset", "synthetic", "--data-dir", short_dir, "--batch-size", 48]
+    how = {"ALTER": "wait", "ALTER_AT": "loss 4", "ALTER_FLAG": str(flag)}
+    process = start(*words, cwd=tmp_path, **how)
+    wait_until(flag.exists, TIMEOUT)
+    os.kill(process.pid, signal.SIGINT)
+    ended = finish(process, TIMEOUT)
+    assert ended.returncode == 1, ended.text
     assert "DataLoader worker" not in ended.stderr
-    if how == "SIGTERM":
-        assert ended.returncode == 0, ended.text
-        position = IMAGES + 11 * STEP  # the ranks agree on a stop after each tenth step
-        assert ended.stdout.count(f"the next start goes on after {position} images\n") == 1
-        ended = complete(tmp_path, short_dir, "--epochs", EPOCHS)
-        assert f"{position / IMAGES:.2f} epochs are done, and --epochs is {EPOCHS}" in ended.stdout
-    result(ended)
-    for name in ("model.pt", "checkpoint.pt"):
-        found, expected = (torch.load(each / name) for each in (tmp_path, undisturbed))
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    curve = EventAccumulator(str(tmp_path / "runs")).Reload().Scalars("accuracy/test")
-    assert [event.step for event in curve] == [IMAGES * (n + 1) for n in range(EPOCHS)]
+    assert ended.stdout.count(f"stopped: the next start goes on after {11 * STEP} images\n") == 1
 
 
 @pytest.mark.slow
-def test_a_complete_run_takes_more_epochs_and_keeps_a_good_checkpoint(
-    undisturbed, short_dir, tmp_path
-):
-    folder = shutil.copytree(undisturbed, tmp_path / "copy")
-    path = folder / "checkpoint.pt"
-    flags = ["--epochs", EPOCHS + 1, "--amp", "bf16", "--weight-decay", 0.1]
-    more = complete(folder, short_dir, *flags, ranks=2)
+def test_a_killed_run_ends_as_if_undisturbed_and_takes_more_epochs(short_dir, tmp_path):
+    """From three ranks on the order in which they are added up decides the last bits of a sum."""
+    calm, killed = tmp_path / "calm", tmp_path / "killed"
+
+    def complete(folder, epochs, *more, ranks=3, **variables):
+        flags = ["--data-dir", short_dir, "--batch-size", 32, "--num-workers", 1]
+        flags += ["--epochs", epochs, *more]
+        return train("ddp_complete", ranks, folder, *flags, **variables)
+
+    result(complete(calm, 2))
+    how = {"ALTER": "SIGKILL", "ALTER_RANK": "2", "ALTER_FLAG": str(tmp_path / "flag")}
+    how |= {"ALTER_AT": "loss 25", "ALTER_ONCE": ""}  # the second epoch's fourth step
+    result(complete(killed, 2, **how, **RESTART))
+    for name in ("model.pt", "checkpoint.pt"):
+        found, expected = (torch.load(each / name) for each in (killed, calm))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    curve = EventAccumulator(str(killed / "runs")).Reload().Scalars("accuracy/test")
+    assert [event.step for event in curve] == [IMAGES, 2 * IMAGES]
+
+    path = killed / "checkpoint.pt"
+    more = complete(killed, 3, "--amp", "bf16", "--weight-decay", 0.1, ranks=2)
     assert result(more)[1] > 90
-    assert [epoch for epoch, *_ in RESULT.findall(more.stdout)] == [str(EPOCHS + 1)]
+    assert [epoch for epoch, *_ in RESULT.findall(more.stdout)] == ["3"]
     assert torch.load(path)["optimizer"]["param_groups"][0]["weight_decay"] == 0.1
 
     good = path.read_bytes()
-    broken = complete(folder, short_dir, "--epochs", EPOCHS + 2, "--max-grad-norm", "nan")
+    broken = complete(killed, 4, "--max-grad-norm", "nan")
     assert broken.returncode == 1
     assert "the loss or a weight is not finite: nothing was saved\n" in broken.stderr
     assert path.read_bytes() == good
