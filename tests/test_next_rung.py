@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import sys
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ import torch
 import data
 import models
 from tests import minimal
-from tests.processes import PRETENDED, run, succeed
+from tests.processes import PRETENDED
 from utils.datasets import idx
 
 HOLDS = re.compile(r"rank (\d) holds ([\d,]+) of ([\d,]+) parameters")
@@ -69,10 +68,3 @@ def test_fsdp_takes_the_gpus_and_its_file_loads_without_one(short_dir, tmp_path)
     numbers, total = held(ended)
     assert numbers == [total // 2] * 2
     assert b"cuda" not in (tmp_path / "model.pt").read_bytes()
-
-
-@pytest.mark.gpu(4)
-def test_a_model_on_two_gpus_of_each_rank():
-    ended = succeed(run(sys.executable, "scripts/lessons/model_parallel.py", timeout=150))
-    assert "each rank has two GPUs" in ended.stdout
-    assert "shown: DP takes no such model" in ended.stdout
