@@ -480,12 +480,13 @@ import multiprocessing, pathlib, sys, time
 sys.path.append(".")
 import data
 from torch.utils.data import DataLoader
+from utils.datasets import loader
 
 if __name__ == "__main__":
     multiprocessing.set_start_method("forkserver", force=True)
     samples = data.ImageSet([*range(9)], [*range(9)])
     options = data.loader_options(samples, 2, samples.images.device)
-    batches = iter(DataLoader(samples, 3, **options))
+    batches = loader.batches(DataLoader(samples, 3, **options))
     next(batches)
     pathlib.Path(sys.argv[1]).touch()
     time.sleep(600)
