@@ -206,7 +206,7 @@ part_quickstart() {
 # run_tests MARK [VARIABLE]: run the tests with this mark.
 run_tests() {
     local files missing workers=()
-    missing=$(lacks pytest pytest_timeout hypothesis psutil yaml markdown_it)
+    missing=$(lacks pytest pytest_timeout psutil yaml markdown_it)
     if [[ -n $missing ]]; then
         skip "the tests need $missing (requirements-dev.txt)"
         return

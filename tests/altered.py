@@ -14,10 +14,10 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.alterations import differences, faults, figures, own  # noqa: E402
+from tests.alterations import differences, faults, figures  # noqa: E402
 
 # Not below, in the ``if``: a rank that ``spawn`` starts imports this file.
-for kind in (faults, differences, figures, own):
+for kind in (faults, differences, figures):
     kind.install(os.environ.get("ALTER", ""))
 
 if __name__ == "__main__":

@@ -5,13 +5,7 @@ import signal
 import sys
 from pathlib import Path
 
-import hypothesis
 import pytest
-
-# The same examples in every run: what fails here fails for everybody. `--hypothesis-profile
-# default` looks for new ones.
-hypothesis.settings.register_profile("repeatable", derandomize=True)
-hypothesis.settings.load_profile("repeatable")
 
 ROOT = Path(__file__).parent.parent
 # Programs that install and start nothing. $GPUS is what torch counts, $INSTALL what pip does.

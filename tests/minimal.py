@@ -3,7 +3,7 @@
 import re
 import sys
 
-from tests.processes import ALTERED, ROOT, STANDALONE, finish, start
+from tests.processes import ALTERED, ROOT, STANDALONE, run
 
 FOLDER = ROOT / "scripts" / "minimal"
 SCRIPTS = ("single", "dp", "ddp", "ddp_complete")
@@ -11,16 +11,12 @@ TIMEOUT = 150.0
 RESULT = re.compile(r"^epoch (\d+): loss (\d+\.\d+), (\d+\.\d+)% of (\d+)$", re.MULTILINE)
 
 
-def begin(script, ranks, folder, *flags, **variables):
-    """Start a training in ``folder``, where it leaves its checkpoint."""
+def train(script, ranks, folder, *flags, **variables):
+    """Train in ``folder``, where it leaves its checkpoint."""
     folder.mkdir(exist_ok=True)
     launcher = [sys.executable] if script in ("single", "dp") else [*STANDALONE, ranks]
     words = [ALTERED, f"scripts/minimal/{script}.py", "--dataset", "synthetic", *flags]
-    return start(*launcher, *words, cwd=folder, **variables)
-
-
-def train(script, ranks, folder, *flags, **variables):
-    return finish(begin(script, ranks, folder, *flags, **variables), TIMEOUT)
+    return run(*launcher, *words, cwd=folder, timeout=TIMEOUT, **variables)
 
 
 def result(ended, count=500):

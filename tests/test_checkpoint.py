@@ -1,11 +1,9 @@
 """Checkpoints: nothing saved is lost, nothing damaged or foreign is loaded."""
 
+import copy
 import errno
 import os
-import pickle
 import shutil
-import stat
-from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import torch
 from torch import nn
 
 import models
-from utils.errors import Diverged, UsageError
+from utils.errors import Diverged, UsageError, explain
 from utils.training import checkpoint
 from utils.training.checkpoint import Checkpointer
 from utils.training.progress import Progress
@@ -135,47 +133,30 @@ def test_what_cannot_be_read_is_not_damaged(tmp_path, monkeypatch):
     """The command is refused, and nothing is removed or renamed."""
     saved(tmp_path, steps=2)
     path = tmp_path / "last.pt"
-    monkeypatch.setattr(Path, "read_bytes", fail(errno.EIO))
-    with pytest.raises(OSError, match=r"Input/output error: .*last\.pt"):
-        restored(build(tmp_path))
-    monkeypatch.undo()
-    for parts, message in (
-        ({"format": 3}, r"its format is 3, not \d"),
-        ({"format": 5, "args": Namespace(lr=0.1)}, "holds more than tensors and plain values"),
-    ):
-        torch.save(torch.load(path, weights_only=True) | parts, path)
-        before = content(tmp_path)
-        with pytest.raises(CheckpointError, match=message):
+    before = content(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", fail(errno.EIO))
+        with pytest.raises(OSError, match=r"Input/output error: .*last\.pt"):
             restored(build(tmp_path))
-        assert content(tmp_path) == before
+    assert content(tmp_path) == before
+    torch.save(torch.load(path, weights_only=True) | {"format": 3}, path)
+    with pytest.raises(CheckpointError, match=r"its format is 3, not \d"):
+        restored(build(tmp_path))
 
 
 def test_a_file_system_that_can_do_less(tmp_path, monkeypatch):
-    """On exFAT, FUSE and others a file has one name, and a folder cannot be synced."""
-    sync = os.fsync
-
-    def refuse(descriptor):
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            fail(errno.EINVAL)()
-        sync(descriptor)
-
+    """On exFAT, FUSE and others a file has one name."""
     monkeypatch.setattr(os, "link", fail(errno.EPERM))
-    monkeypatch.setattr(os, "fsync", refuse)
     saved(tmp_path, steps=3)
     assert sorted(content(tmp_path)) == ["last.pt", "previous.pt"]
-    assert restored(build(tmp_path)).global_step == 3
     (tmp_path / "last.pt").unlink()
     assert restored(build(tmp_path)).global_step == 2, "the one before is kept there, too"
 
 
-def test_another_model_data_set_or_seed_is_refused(tmp_path):
+def test_another_model_is_refused(tmp_path):
     saved(tmp_path)
-    for key, other in (("model", "mlp"), ("dataset", "synthetic"), ("seed", 7)):
-        before = build(tmp_path, **{key: other})
-        weights = weights_sha256(before.model)
-        with pytest.raises(CheckpointError, match=f"{key} {IDENTITY[key]}.*{other}"):
-            restored(before)
-        assert weights_sha256(before.model) == weights
+    with pytest.raises(CheckpointError, match="trained with model linear, this command says mlp"):
+        restored(build(tmp_path, model="mlp"))
     with pytest.raises(CheckpointError, match="does not fit --model: size mismatch for"):
         restored(build(tmp_path, models.build_model("mlp")))
 
@@ -184,19 +165,11 @@ def test_a_disk_that_takes_no_more_leaves_the_checkpoint_before(tmp_path, monkey
     saver, progress = saved(tmp_path)
     monkeypatch.setattr(os, "fsync", fail(errno.ENOSPC))
     step(saver, progress)
-    with pytest.raises(OSError, match=r"No space left on device: .*last\.pt"):
+    with pytest.raises(OSError, match=r"No space left on device: .*last\.pt") as caught:
         saver.save(progress)
+    assert "device; earlier checkpoints are whole: make room" in str(explain(caught.value))
     assert restored(build(tmp_path)).global_step == 1
-
-
-def test_a_save_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
-    """File, then name, then folder: after a loss of power there is a whole checkpoint."""
-    calls = []
-    for name in ("fsync", "replace"):
-        real = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *a, n=name, r=real: (calls.append(n), r(*a))[1])
-    saved(tmp_path)
-    assert calls == ["fsync", "replace", "fsync"]
+    assert [*content(tmp_path)] == ["last.pt"]
 
 
 def test_only_rank_0_writes(tmp_path, monkeypatch):
@@ -226,44 +199,27 @@ def test_nothing_that_is_not_finite_is_saved(where, tmp_path, monkeypatch):
     assert restored(build(tmp_path)).global_step == 1
 
 
-class Layers(nn.Module):
-    """Two layers of one shape, declared in an order of choice, and a mask."""
-
-    def __init__(self, *names):
-        super().__init__()
-        for name in names:
-            self.add_module(name, nn.Linear(784, 8))
-        self.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
-        self.register_buffer("mean", torch.zeros(2))
-
-    def forward(self, images):
-        return self.a(images.flatten(1)) + 2 * self.b(images.flatten(1))
-
-
-def test_the_optimizer_s_state_goes_by_name(tmp_path):
-    """In another order of the parameters, and in other groups."""
-    model = Layers("a", "b")
-    saver, _ = saved(tmp_path, module=model)
-    other = Layers("b", "a")
-    groups = [{"params": list(layer.parameters()), "lr": 0.5} for layer in (other.a, other.b)]
-    loader = build(tmp_path, other, optimizer=sgd(groups))
-    restored(loader)
-    for name, parameter in other.named_parameters():
-        theirs = saver.optimizer.state[model.get_parameter(name)]["momentum_buffer"]
-        assert torch.equal(loader.optimizer.state[parameter]["momentum_buffer"], theirs), name
-    for wrong in (torch.optim.AdamW, torch.optim.RMSprop):
-        with pytest.raises(
-            CheckpointError, match=f"optimizer SGD, this command says {wrong.__name__}"
-        ):
-            restored(build(tmp_path, other, optimizer=wrong(other.parameters())))
+def test_another_optimizer_is_refused_and_a_parameter_that_is_not_saved(tmp_path):
+    saved(tmp_path)
+    model = models.build_model("linear")
+    wrong = torch.optim.AdamW(model.parameters())
+    with pytest.raises(CheckpointError, match="optimizer SGD, this command says AdamW"):
+        restored(build(tmp_path, model, optimizer=wrong))
     with pytest.raises(UsageError, match="pass its module to Run in `extra`"):
-        build(tmp_path, other, optimizer=sgd([*other.parameters(), nn.Parameter(torch.ones(1))]))
+        build(tmp_path, model, optimizer=sgd([*model.parameters(), nn.Parameter(torch.ones(1))]))
 
 
 def test_a_mask_may_be_infinite_and_no_other_buffer(tmp_path):
-    saver, progress = saved(tmp_path, module=Layers("a", "b"))
-    restored(build(tmp_path, Layers("a", "b")))
-    saver.model.mean[0] = float("-inf")
+    """A resume tells which buffers have changed, since it gives rank 0's to all ranks."""
+    model = models.build_model("linear")
+    model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+    model.register_buffer("mean", torch.zeros(2))
+    untrained = copy.deepcopy(model)
+    saver, progress = saved(tmp_path, module=model)
+    model.mean[0] = 1
+    saver.save(progress)
+    assert build(tmp_path, untrained).restore(begin()) == ["mean"]
+    model.mean[0] = float("-inf")
     with pytest.raises(Diverged):
         saver.save(progress)
 
@@ -273,9 +229,9 @@ def test_more_parts_are_restored_or_refused_in_a_line(tmp_path):
     model = models.build_model("linear")
     both = sgd([*model.parameters(), *part.parameters()])
     saved(tmp_path, module=model, optimizer=both, extra={"ema": ema, "part": part})
-    copy = nn.Linear(2, 3)
-    restored(build(tmp_path, extra={"ema": copy, "part": nn.Linear(1, 1)}))
-    assert torch.equal(copy.weight, ema.weight)
+    other = nn.Linear(2, 3)
+    restored(build(tmp_path, extra={"ema": other, "part": nn.Linear(1, 1)}))
+    assert torch.equal(other.weight, ema.weight)
     for extra, message in (
         ({}, r"extra \['ema', 'part'\], this command says \[\]"),
         ({"ema": nn.Linear(2, 4), "part": part}, "does not fit ema: size mismatch"),
@@ -299,33 +255,24 @@ class Part:
 
 
 def test_what_numpy_counted_is_read_back_as_plain_values(tmp_path):
-    own = [
-        np.float64(0.5),
-        {np.int64(3): np.bool_(True)},
-        np.arange(3.0),
-        Counter(a=2),
-        (b"x", {1}),
-    ]
-    before, part, copy = repr(own), Part(own), Part(None)
+    own = [np.float64(0.5), {np.int64(3): np.bool_(True)}, np.arange(3.0), Counter(a=2)]
+    before, part, other = repr(own), Part(own), Part(None)
     saved(tmp_path, extra={"part": part})
-    restored(build(tmp_path, extra={"part": copy}))
+    restored(build(tmp_path, extra={"part": other}))
     tensor = torch.arange(3.0, dtype=torch.float64)
-    assert repr(copy.state) == repr([0.5, {3: True}, tensor, Counter(a=2), (b"x", {1})])
+    assert repr(other.state) == repr([0.5, {3: True}, tensor, Counter(a=2)])
     assert repr(part.state) == before, "changed in the run that goes on"
 
 
-@pytest.mark.parametrize("own", [Path("x"), np.array(["x"]), lambda: 0])
-def test_what_a_resume_would_refuse_is_refused_when_the_run_opens_and_at_a_save(own, tmp_path):
-    part = Part([0, own])
-    message = rf"extra\['part'\]\['own'\]\[1\] is a \S*{type(own).__qualname__}, which could not"
-    with pytest.raises(UsageError, match=message):
-        build(tmp_path, extra={"part": part})
-    part.state = None
+def test_what_a_resume_would_refuse_is_refused_when_the_run_opens_and_at_a_save(tmp_path):
+    part, message = Part(None), r"extra\['part'\]\['own'\]\[1\] is a \S*PosixPath, which could not"
     saver, progress = saved(tmp_path, extra={"part": part})
     before = content(tmp_path)
-    part.state = [0, own]
+    part.state = [0, Path("x")]
     with pytest.raises(UsageError, match=message):
         saver.save(progress)
+    with pytest.raises(UsageError, match=message):
+        build(tmp_path, extra={"part": part})
     assert content(tmp_path) == before
 
 
@@ -344,8 +291,6 @@ def test_what_would_train_or_resume_wrongly_is_one_line(tmp_path):
         with pytest.raises(UsageError, match=message):
             build(tmp_path, **{"module": model} | options)
     build(tmp_path, model, optimizer=head, extra={"other": stem})
-    model[0].requires_grad_(False)
-    build(tmp_path, model, optimizer=head)
 
 
 # Weights of other files
@@ -359,27 +304,27 @@ class Bomb:
 def test_a_malicious_pickle_is_refused_and_never_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"model": Bomb()}, tmp_path / "zip.pt")
-    (tmp_path / "bare.pt").write_bytes(pickle.dumps(Bomb()))
-    for name, words in (("zip.pt", "can run code"), ("bare.pt", "not a file of torch.save")):
-        with pytest.raises(CheckpointError, match=words) as caught:
-            load_weights(models.build_model("linear"), str(tmp_path / name))
-        assert "weights_only=False" not in str(caught.value)
+    with pytest.raises(CheckpointError, match="can run code") as caught:
+        load_weights(models.build_model("linear"), str(tmp_path / "zip.pt"))
+    assert "weights_only=False" not in str(caught.value)
     assert not (tmp_path / "exploded").exists()
 
 
-def test_partial_weights_go_by_name_and_shape(tmp_path, capsys):
+def test_weights_go_by_name_and_shape(tmp_path, capsys):
     """A transposed matrix has as many numbers, and is not the same."""
-    source, target = nn.Linear(3, 4), nn.Linear(4, 3)
+    source, target, path = nn.Linear(3, 4), nn.Linear(4, 3), tmp_path / "weights.pt"
     state = {"module.weight": source.weight.detach(), "module.bias": torch.arange(3.0)}
-    torch.save({"state_dict": state | {"\x1b[2Jx": torch.ones(1)}}, tmp_path / "weights.pt")
+    torch.save({"state_dict": state}, path)
     before = target.weight.detach().clone()
-    load_weights(target, str(tmp_path / "weights.pt"))
+    load_weights(target, str(path))
     assert target.bias.tolist() == [0, 1, 2]
     assert torch.equal(target.weight, before)
     told = capsys.readouterr().out
     assert "weights loaded 1 tensors" in told
     assert "skipped: weight" in told
-    assert r"skipped: \x1b[2Jx" in told
+    names = r"fits the model .*: it has weight, bias ..., the model 1\.weight, 1\.bias"
+    with pytest.raises(CheckpointError, match=names):
+        load_weights(models.build_model("linear"), str(path))
 
 
 @pytest.mark.parametrize(
@@ -392,14 +337,3 @@ def test_weights_are_found_where_people_keep_them(wrap, prefix, tmp_path):
     torch.save({wrap: state, "epoch": 3} if wrap else state, tmp_path / "weights.pt")
     load_weights(target, str(tmp_path / "weights.pt"))
     assert weights_sha256(target) == weights_sha256(source)
-
-
-def test_weights_that_do_not_fit_are_named_beside_our_own(tmp_path):
-    path = tmp_path / "weights.pt"
-    fc1 = {"fc1.weight": torch.ones(2), "fc1.bias": torch.ones(2)}
-    for content in ([1, 2], {"a": "text"}, fc1):
-        torch.save(content, path)
-        with pytest.raises(CheckpointError) as caught:
-            load_weights(models.build_model("linear"), str(path))
-    for name in ("fc1.weight", "fc1.bias", "1.weight", "1.bias"):
-        assert name in str(caught.value)

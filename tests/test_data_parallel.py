@@ -32,20 +32,16 @@ class Spy(nn.Linear):
         return super().forward(images)
 
 
-@pytest.mark.parametrize(
-    ("batch", "replicas", "shares"),
-    [(10, 4, [3, 3, 3, 1]), (1, 4, [1])],
-)
-def test_a_batch_is_split_over_threads(batch, replicas, shares):
+def test_a_batch_is_split_over_threads():
     """Outputs and gradients are those of the whole batch."""
-    spy, threads, images = Spy(), torch.get_num_threads(), torch.randn(batch, 784)
+    spy, threads, images = Spy(), torch.get_num_threads(), torch.randn(10, 784)
     model = nn.Sequential(spy)
     torch.set_num_threads(8)
-    outputs = CPUDataParallel(model, replicas)(images)
+    outputs = CPUDataParallel(model, 4)(images)
     torch.set_num_threads(threads)
     idents, sizes, each = zip(*spy.calls, strict=True)
-    assert sorted(sizes, reverse=True) == shares
-    assert {*each} == {8 // replicas}, "they fight for the cores"
+    assert sorted(sizes) == [1, 3, 3, 3]
+    assert {*each} == {2}, "they fight for the cores"
     assert threading.get_ident() not in idents, "passed through on the calling thread"
     found = [outputs, *torch.autograd.grad(outputs.square().mean(), model.parameters())]
     outputs = model(images)
@@ -74,27 +70,6 @@ def test_grad_mode_and_the_dtype_of_autocast_reach_the_threads():
             wrapped(inputs)
         assert found[-2:] == [(dtype, True)] * 2
         keep_autocast_dtype(model, "cpu", torch.float16)
-
-
-class Particular(nn.Linear):
-    """Changes its input in place, and returns a dict."""
-
-    def forward(self, images):
-        images.sub_(0.5).relu_()
-        return {"logits": super().forward(images), "sums": [images.sum(), None]}
-
-
-def test_a_model_may_return_a_tree_and_change_its_input():
-    """Several times: views of one tensor have one version, and autograd notices the other's."""
-    model, images = Particular(784, 10), torch.randn(8, 784)
-    expected = model(images.clone())
-    for _ in range(2):
-        outputs = CPUDataParallel(model, 2)(images.clone())
-        outputs["logits"].sum().backward()
-    torch.testing.assert_close(outputs["logits"], expected["logits"], rtol=0, atol=1e-12)
-    sums, nothing = outputs["sums"]
-    assert nothing is None
-    assert (len(sums), float(sums.sum())) == (2, pytest.approx(float(expected["sums"][0])))
 
 
 CUDA = [torch.device("cuda", index) for index in (0, 3)]

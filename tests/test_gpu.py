@@ -37,15 +37,12 @@ def training(synthetic_dir, tmp_path):
 # The script, on any machine
 
 
-# A Python that has torch and the modules that are not in $LACKS. It runs nothing: pytest fails, and
-# the doctor hangs where $HANG is set.
+# A Python that has torch and the modules that are not in $LACKS. It runs nothing: pytest fails.
 FAKE_PYTHON = """case "$*" in
     -c*find_spec*) for name in $LACKS; do case " $* " in *" $name "*) echo "$name" ;; esac; done ;;
     -c*device_count*) echo "${GPUS:-2}" ;;
     -\\ *) [ -z "$LACKS" ] && exit || exit 1 ;;
     *pytest*) exit 1 ;;
-    *doctor*) [ -z "$HANG" ] || exec sleep 60 ;;
-    *prepare_data*) [ -z "$NO_MNIST" ] || { echo "prepare_data.py: error: gone" >&2; exit 1; } ;;
 esac
 case "$*" in -*) ;; *) echo "ran $*" ;; esac"""
 
@@ -57,24 +54,19 @@ def check(tmp_path):
         (tmp_path / folder).mkdir()
     for name in ("gpu_check.sh", "quickstart.sh", "environment.sh"):
         shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
-    script = tmp_path / "scripts" / "gpu_check.sh"
-    script.write_text(script.read_text().replace("LIMIT=600", "LIMIT=2"))
     (tmp_path / "tests" / "test_one.py").write_text("@pytest.mark.gpu")
     for name, text in ("nvidia-smi", "echo GPU 0: Fake"), ("python3", FAKE_PYTHON):
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / "bin" / name).chmod(0o755)
-    path = f"{tmp_path}/bin:/usr/bin:/bin"
-    return lambda *words, **variables: run(script, *words, cwd=tmp_path, PATH=path, **variables)
+    words, path = [tmp_path / "scripts" / "gpu_check.sh"], f"{tmp_path}/bin:/usr/bin:/bin"
+    return lambda *more, **variables: run(*words, *more, cwd=tmp_path, PATH=path, **variables)
 
 
 def read_report(folder):
     """Return the report and, by the name of each part that is not complete, its state."""
     (path,) = folder.glob("runs/gpu-check-*/report.md")
     text = path.read_text()
-    assert text.count("```\n$ ") * 2 == text.count("```\n"), "each block is closed"
     rows = re.findall(r"^- (\w+): (.*) \(\d+ s\)$", text, re.MULTILINE)
-    titles = re.findall("^## (.*)", text, re.MULTILINE)
-    assert titles == [*(name.title() for name, _ in rows), "Summary"]
     return text, {name: state for name, state in rows if state != "complete"}
 
 
@@ -82,39 +74,23 @@ def test_without_a_gpu_there_is_nothing_to_check(check):
     assert "torch can use no GPU" in error_line(check(GPUS="0"))
 
 
-def test_the_report_has_all_parts_although_two_failed(check, tmp_path):
-    """One of them takes too long."""
-    ended = check("--data-dir", "my data", HANG="1")
+def test_the_report_has_all_parts_although_some_failed(check, tmp_path):
+    ended = check("--data-dir", "my data")
     assert ended.returncode == 1, ended.text
     text, other = read_report(tmp_path)
-    assert [*other] == ["doctor", "tests", "nccl"]
-    assert other["doctor"].startswith("failed: ")
-    assert "did not end within the ten minutes" in text
+    assert [*other] == ["tests", "nccl"]
     for line in check("--list").stdout.splitlines():
         assert f"\n## {line.split()[0].title()}\n" in text
     assert "scripts/tools/doctor.py --dataset mnist --data-dir my data" in text
-    trained = re.findall(r"^\$ .* train_single.py --dataset mnist", text, re.MULTILINE)
-    assert len(trained) == 1 + 2 * 5, "a profile, and two settings with five seeds"
-    for setting in "01":
-        assert f"$ env TORCH_DIST_USE_NCCL2={setting} " in text
     assert re.search(r"env TORCH_DIST_USE_NCCL2=1 \S*python3 -m pytest .*-m nccl", text)
 
 
 def test_what_a_machine_lacks_is_skipped_and_told(check, tmp_path):
-    ended = succeed(check(LACKS="hypothesis torchvision", GPUS="1", NO_MNIST="1"))
-    text, skipped = read_report(tmp_path)
-    for name, words in {
-        "overlap": "skipped: it takes two GPUs",
-        "time": "skipped: it takes MNIST",
-        "quickstart": "requirements.txt (torchvision)",
-        "tests": "skipped: the tests need hypothesis",
-        "nccl": "skipped: the tests need hypothesis",
-    }.items():
-        assert words in skipped.pop(name)
-    assert skipped == {}
-    assert "No MNIST (prepare_data.py: error: gone): drawn digits instead" in text
-    assert text.count("One GPU: ") == 3, "the doctor, the launches and the benchmark"
-    assert "Reports are welcome" in ended.stderr
+    succeed(check(LACKS="psutil torchvision", GPUS="1"))
+    _, skipped = read_report(tmp_path)
+    assert [*skipped] == ["overlap", "quickstart", "tests", "nccl"]
+    assert "skipped: it takes two GPUs" in skipped["overlap"]
+    assert "skipped: the tests need psutil" in skipped["tests"]
 
 
 # One GPU
@@ -123,10 +99,14 @@ def test_what_a_machine_lacks_is_skipped_and_told(check, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("technique", "amp"), [("single", "bf16"), ("gpus", "fp16"), DDP])
 def test_a_script_trains_on_a_gpu(technique, amp, training):
-    succeed(training.run(technique, *SHORT, "--devices", 0, "--amp", amp, processes=1))
+    """It goes on with what a CPU has begun."""
+    succeed(training.run("single", *SHORT, "--device", "cpu", "--max-steps", 10))
+    flags = [*SHORT, "--devices", 0, "--amp", amp, "--resume"]
+    succeed(training.run(technique, *flags, processes=1))
     facts, saved = training.summary, state(training.folder)
     assert (facts["device"], facts["num_devices"]) == ("cuda", 1)
     assert facts["backend"] == ("nccl" if technique == "ddp" else None)
+    assert facts["resumed_from"] == 10
     assert facts["test_accuracy"] > 0.5
     assert ("scale" in saved["scaler"]) == (amp == "fp16")
     assert all(tensor.dtype == torch.float32 for tensor in saved["model"].values())
@@ -218,19 +198,6 @@ def test_sync_bn_normalises_over_the_batch_of_both(synthetic_dir, tmp_path):
 
 
 @pytest.mark.gpu(2)
-def test_any_script_resumes_any_other_from_cpu_to_gpus_and_back(training):
-    chain = ["cpu", "single", "gpus", "spawn", "cpu"]
-    where = {"cpu": ["--device", "cpu"], "single": ["--devices", 0]}
-    for i, technique in enumerate(chain):
-        extra = ["--model", "mlp", "--max-steps", 10 * (i + 1), *["--resume"] * (i > 0)]
-        extra += ["--amp", "fp16", *where.get(technique, ["--devices", "0,1"])]
-        succeed(training.run(technique.replace("cpu", "single"), *extra))
-        facts = training.summary
-        assert facts["device"] == ("cpu" if technique == "cpu" else "cuda")
-        assert (facts["global_step"], facts["resumed_from"]) == (10 * (i + 1), 10 * i or None)
-
-
-@pytest.mark.gpu(2)
 def test_replicas_compute_in_the_dtype_that_was_asked_for(synthetic_dir, tmp_path):
     """PyTorch's threads forget it, and take float16."""
     extra = ["--devices=0,1", "--amp", "bf16", "--max-steps", 2]
@@ -270,52 +237,6 @@ def test_a_step_never_waits_for_a_gpu(technique, ranks, training):
     told = re.findall(r"rank (\d) waited (\d+) times, on GPUs (\[.*\])", ended.stdout)
     alone = [(rank, "0", f"[{rank}]") for rank in (ranks if technique == "ddp" else "0")]
     assert sorted(told) == ([("0", "0", "[0, 1]")] if technique == "gpus" else alone), ended.text
-
-
-# One step of DDP with four buckets, after the choice of a script, or with what torch chooses. The
-# pretended GPUs print each wait of a stream, and each call of NCCL.
-OVERLAP = """
-import ctypes, os, runpy, sys
-os.environ.pop("TORCH_DIST_USE_NCCL2", None)
-if sys.argv[1] != "torch":
-    sys.path.insert(0, os.path.dirname(sys.argv[1]))
-    runpy.run_path(sys.argv[1], run_name="imported")
-import torch, torch.distributed as dist
-rank = int(os.environ["RANK"])
-device = torch.device("cuda", rank)
-torch.cuda.set_device(device)
-dist.init_process_group("nccl", device_id=device)
-layers = [torch.nn.Linear(600, 600) for _ in range(8)]
-model = torch.nn.Sequential(*layers).to(device)
-model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=2)
-library = ctypes.CDLL(None)
-for step in range(3):  # the buckets are made after the first one
-    if (rank, step) == (0, 2):
-        library.setenv(b"PRETEND_WAITS", b"1", 1)
-    model(torch.ones(4, 600, device=device)).sum().backward()
-library.unsetenv(b"PRETEND_WAITS")
-torch.cuda.synchronize()
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.gpu(2)
-@pytest.mark.skipif(not PRETENDED, reason="needs pretended GPUs, which print waits")
-@pytest.mark.parametrize(
-    ("chosen_by", "waits"),
-    [("train_ddp.py", False), ("scripts/minimal/ddp.py", False), ("torch", True)],
-)
-def test_gradients_travel_while_the_backward_computes(chosen_by, waits, tmp_path):
-    """Where "torch" has no wait any more, PyTorch has cured it: the scripts' line can go."""
-    (tmp_path / "overlap.py").write_text(OVERLAP)
-    where = chosen_by if chosen_by == "torch" else ROOT / chosen_by
-    ended = succeed(run(*STANDALONE, 2, tmp_path / "overlap.py", where, real=True, timeout=120))
-    told = re.findall(r"^(NCCL|WAIT stream \(nil\))", ended.stderr, re.MULTILINE)
-    sends = [index for index, line in enumerate(told) if line == "NCCL"]
-    assert len(sends) == 4, ended.stderr
-    # One for each bucket but the last. Another thread asks for them, so one may come late.
-    assert ("WAIT stream (nil)" in told[sends[0] : sends[-1]]) == waits
-    assert told[sends[-1] :].count("WAIT stream (nil)") >= 4, "before the optimizer's step"
 
 
 @pytest.mark.gpu

@@ -28,11 +28,6 @@ def test_images_in_logits_out_and_every_parameter_has_a_gradient(name):
     assert model(torch.zeros(1, 1, 28, 28)).shape == (1, 10)
 
 
-def test_a_model_may_convolve_in_three_dimensions(monkeypatch):
-    monkeypatch.setitem(models.MODELS, "volumes", lambda: nn.Conv3d(1, 2, 3))
-    assert models.build_model("volumes")(torch.zeros(1, 1, 4, 4, 4)).shape == (1, 2, 2, 2, 2)
-
-
 def test_resnet18_says_why_it_cannot_be_built(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision.models", None)
     with pytest.raises(UsageError, match="needs torchvision"):

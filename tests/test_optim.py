@@ -1,6 +1,5 @@
 """The arithmetic of a step: learning rates, momentum, random numbers, sums."""
 
-import math
 import random
 
 import numpy as np
@@ -8,13 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-import data
 import models
 from utils import optim
 from utils.device import seed_step
 from utils.errors import UsageError
 from utils.metrics import Metrics
-from utils.training.evaluation import evaluate
 
 CPU = torch.device("cpu")
 
@@ -31,32 +28,15 @@ def test_learning_rate_scaling():
     assert rates == pytest.approx([0.05, 0.4, 0.4])
 
 
-def test_the_schedule_warms_up_and_ends_at_zero():
-    optimizer = torch.optim.SGD(linear().parameters(), lr=2.0)
-    schedule = optim.Schedule(optimizer, epoch_size=1000, epochs=5, warmup_epochs=1)
-    shares = {0: 0.1, 500: 0.55, 1000: 1.0, 2000: 0.5 + 0.5**1.5, 3000: 0.5, 5000: 0.0}
-    assert {images: schedule.factor(images) for images in shares} == pytest.approx(shares)
-    schedule.set(3000)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(1.0)
-    short = optim.Schedule(optimizer, epoch_size=1000, epochs=1, warmup_epochs=1)
-    assert short.warmup_samples == 300
-
-
-def test_momentum_that_is_there_from_the_start_changes_nothing():
-    """It is there for a layer whose first gradient comes late, on which the fused SGD fails."""
-    ours, theirs = (nn.ModuleList([linear(), linear()]) for _ in range(2))
-    options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True}
-    optimizer = torch.optim.SGD(ours.parameters(), 0.1, **options, fused=True)
+def test_a_layer_may_get_its_first_gradient_late():
+    """The fused SGD fails on one without a momentum."""
+    layers = nn.ModuleList([linear(), linear()])
+    optimizer = torch.optim.SGD(layers.parameters(), 0.1, momentum=0.9, fused=True)
     optim.fill_momentum(optimizer)
-    reference = torch.optim.SGD(theirs.parameters(), 0.1, **options)
-    for used in (1, 2, 2):
-        images = torch.randn(8, 1, 28, 28)
-        for layers, step in ((ours, optimizer), (theirs, reference)):
-            step.zero_grad()
-            sum(layer(images).square().mean() for layer in layers[:used]).backward()
-            step.step()
-    for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(own, other)
+    for used in (1, 2):
+        optimizer.zero_grad()
+        sum(layer(torch.ones(8, 1, 28, 28)).mean() for layer in layers[:used]).backward()
+        optimizer.step()
 
 
 def test_random_numbers_come_from_seed_rank_and_position():
@@ -70,35 +50,19 @@ def test_random_numbers_come_from_seed_rank_and_position():
         assert len({draw(*place)[generator] for place in places}) == len(places)
 
 
-def test_evaluation_sums_exactly_and_leaves_the_model_as_it_is():
-    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(784), nn.Linear(784, 10))
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    images = torch.randint(256, (40, 28, 28), dtype=torch.uint8)
-    labels = torch.randint(10, (40,))
-    transform, results = data.Transform(CPU, data.SOURCES["mnist"]), []
-    for size in (1, 7, 40):
-        batches = zip(images.split(size), labels.split(size), strict=True)
-        found = evaluate(model, batches, transform, torch.autocast("cpu", enabled=False))
-        results.append((found.totals["correct"], found.count, pytest.approx(found.loss, rel=1e-5)))
-    assert results[0] == results[1] == results[2]
-    assert math.isnan(Metrics(CPU).loss), "nothing was counted"
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-
-
-def test_any_number_of_metrics_and_a_stop_are_summed_with_them():
-    """As two ranks do it; one line beyond the room for them."""
+def test_sums_of_ranks_and_a_stop_are_added_up():
+    """A line says when there are too many metrics."""
     ranks = [Metrics(CPU), Metrics(CPU)]
     for rank, metrics in enumerate(ranks):
-        many = {f"metric{i}": torch.full((3 - rank,), i) for i in range(250)}
+        counted = {"count": 3 - rank, "points": torch.full((3 - rank,), 7)}
         for _ in range(2):
-            metrics.update(torch.tensor(0.5), {"count": 3 - rank} | many)
-    assert [metrics.interrupted for metrics in ranks] == [0, 0]
+            metrics.update(torch.tensor(0.5), counted)
     ranks[1].interrupt()
     ranks[0].sums.add_(ranks[1].sums)
-    assert ranks[0].averages == {"loss": 0.5} | {f"metric{i}": i for i in range(250)}
+    assert ranks[0].averages == {"loss": 0.5, "points": 7}
     assert (ranks[0].count, ranks[0].interrupted) == (10, 1)
-    with pytest.raises(UsageError, match="sums, of which more3 is the first too many"):
-        ranks[0].update(torch.tensor(0.5), {"count": 1} | {f"more{i}": 0 for i in range(9)})
+    with pytest.raises(UsageError, match="sums, of which more252 is the first too many"):
+        ranks[0].update(torch.tensor(0.5), {"count": 1} | {f"more{i}": 0 for i in range(300)})
 
 
 @pytest.mark.parametrize("targets", [torch.zeros(8, 10), torch.zeros(8).int()])

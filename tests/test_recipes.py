@@ -1,11 +1,9 @@
 """Each recipe of docs/recipes.md runs as it is printed, and does what it says."""
 
 import json
-import os
 import re
 import runpy
 import shutil
-import signal
 import sys
 from types import SimpleNamespace
 
@@ -18,16 +16,12 @@ from tests import documents
 from tests.processes import (
     ROOT,
     copy_project,
-    finish,
     metrics,
-    ranks,
     run,
     shell_line,
-    start,
     status,
     succeed,
     summary,
-    wait_until,
 )
 
 TEXT = (ROOT / "docs" / "recipes.md").read_text()
@@ -58,25 +52,19 @@ def blocks(title):
 def kitchen(short_dir, tmp_path):
     """A copy of the project, in which ``follow`` does what a recipe says."""
 
-    def give(title, *flags):
-        """Give a recipe's commands. The last one trains in runs/here, if it trains."""
+    def follow(title, *flags):
+        """Make a recipe's changes, and give its commands. The last one trains in runs/here."""
+        documents.follow(blocks(title), tmp_path)
         for command in documents.commands_of(blocks(title)):
             line = f"{command} {' '.join(flags)}"
             if re.search(r"^(python|torchrun) .*train_\w+\.py", line):
                 line += f" {QUIET}" + " --run-dir runs/here" * ("--run-dir" not in line)
-            if here.exists() and "--resume" not in line:
-                shutil.rmtree(here)
             words, variables = shell_line(line)
             ended = succeed(run(*words, cwd=tmp_path, timeout=120, **variables))
         return ended
 
-    def follow(title, *flags):
-        documents.follow(blocks(title), tmp_path)
-        return give(title, *flags)
-
-    here = tmp_path / "runs" / "here"
     copy_project(tmp_path, short_dir)
-    return SimpleNamespace(folder=tmp_path, here=here, give=give, follow=follow)
+    return SimpleNamespace(folder=tmp_path, here=tmp_path / "runs" / "here", follow=follow)
 
 
 def tracked(kitchen):
@@ -118,14 +106,11 @@ def test_a_metric(kitchen):
 
 @pytest.mark.slow
 def test_early_stopping(kitchen):
-    """With a rate of nothing the first loss is the best. A resume trains nothing."""
-    title, flags = "Early stopping, and the best checkpoint", "--model linear --lr 1e-12"
-    kitchen.follow(title, flags)
-    for _ in range(2):
-        assert (summary(kitchen.here)["epochs"], status(kitchen.here)["state"]) == (3, "complete")
-        best = torch.load(kitchen.here / "best.pt")
-        assert best["progress"]["global_step"] == 10
-        kitchen.give(title, flags, "--resume")
+    """With a rate of nothing the first loss is the best."""
+    title = "Early stopping, and the best checkpoint"
+    kitchen.follow(title, "--model linear --lr 1e-12")
+    assert (summary(kitchen.here)["epochs"], status(kitchen.here)["state"]) == (3, "complete")
+    assert torch.load(kitchen.here / "best.pt")["progress"]["global_step"] == 10
 
 
 @pytest.mark.slow
@@ -134,130 +119,81 @@ def test_a_project_of_ones_own_begins_with_a_copy(kitchen):
     documents.follow(blocks(title), kitchen.folder)
     copy, train = documents.commands_of(blocks(title))
     succeed(run(*shell_line(copy)[0], cwd=kitchen.folder))
-    words, variables = shell_line(f"{train} --max-steps 4 {QUIET} --run-dir runs/here")
-    succeed(run(*words, cwd=kitchen.folder, timeout=120, **variables))
-    assert json.loads((kitchen.here / "args.json").read_text())["image_size"] == 28
     # What the page says to leave out, nothing else needs.
     for name in ("train_single.py", "train_dp.py", "utils/data_parallel.py"):
         (kitchen.folder / name).unlink()
     for name in ("docs", "scripts"):
         shutil.rmtree(kitchen.folder / name)
-    succeed(run(*words, "--resume", "--epochs", 2, cwd=kitchen.folder, **variables))
+    words, variables = shell_line(f"{train} --max-steps 4 {QUIET} --run-dir runs/here")
+    succeed(run(*words, cwd=kitchen.folder, timeout=120, **variables))
+    assert json.loads((kitchen.here / "args.json").read_text())["image_size"] == 28
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_whole_project_is_killed_and_goes_on_with_another_number_of_ranks(kitchen):
+def test_a_whole_project(kitchen):
     draw_pictures(kitchen.folder / "pictures", 100, 12)
     (kitchen.folder / "wandb.py").write_text(TRACKER)
-    title = "A whole project"
-    for each in ("Early stopping, and the best checkpoint", title):
-        found = [b for b in documents.blocks(RECIPES[each]) if b.language == "python"]
-        documents.follow(found, kitchen.folder)
-    documents.follow([b for b in blocks(title) if b.language == "diff"], kitchen.folder)
-    [command] = documents.commands_of(blocks(title))
-    line = f"{command} {QUIET} --batch-size 12 --max-steps 400"
-    words, variables = shell_line(line)
-    process = start(*words, cwd=kitchen.folder, **variables)
+    early = documents.blocks(RECIPES["Early stopping, and the best checkpoint"])
+    documents.follow([b for b in early if b.language == "python"], kitchen.folder)
+    kitchen.follow("A whole project", "--batch-size 12 --max-steps 160")
     here = kitchen.folder / "runs" / "birds"
-    wait_until(lambda: (here / "metrics.jsonl").exists() and len(metrics(here)) >= 2)
-    for pid in ranks().values():
-        os.kill(pid, signal.SIGKILL)
-    assert finish(process).returncode != 0
-    assert (status(here)["state"], (here / "best.pt").exists()) == ("running", True)
-    more, variables = shell_line(f"{line} --resume".replace("nproc_per_node 2", "nproc_per_node 3"))
-    succeed(run(*more, cwd=kitchen.folder, timeout=300, **variables))
     found, rows = summary(here), metrics(here)
-    assert found["resumed_from"] > 0
-    assert found["world_size"] == 3
     assert found["val_count"] == 240
-    assert 0.3 < found["val_accuracy"] < found["val_top3"] <= 1
+    assert 0.1 < found["val_accuracy"] < found["val_top3"] <= 1
     assert not [name for name in {**found, **rows[-1]} if name.startswith("test")]
     losses = [row["val_loss"] for row in rows]
     assert last(here)["extra"]["history"]["losses"] == losses
     best = torch.load(here / "best.pt")
     step = next(row["global_step"] for row in rows if row["val_loss"] == min(losses))
     assert best["progress"]["global_step"] == step
-    begun = [values for values, _ in tracked(kitchen) if values == "birds"]
-    assert (len(begun), tracked(kitchen)[-1][0]) == (2, "finished")
+    assert [tracked(kitchen)[at][0] for at in (0, -1)] == ["birds", "finished"]
 
 
 @pytest.mark.slow
-def test_a_symbol_weighs_the_same_in_any_batch(kitchen):
-    """So two processes compute what one computes."""
+def test_sentences(kitchen):
     texts = kitchen.folder / "texts"
     texts.mkdir()
     for name, count in (("train", 240), ("test", 50)):
         rows = ["abc" * 20 if number % 5 == 0 else "cad" for number in range(count)]
         (texts / f"{name}.txt").write_text("\n".join(rows))
-    title, flags = "Sentences of different length", "--epochs 3 --momentum 0.5 --lr 1"
-    kitchen.follow(title, flags, "--num-workers 1")
-    found = summary(kitchen.here)
+    flags = "--epochs 3 --momentum 0.5 --lr 1 --num-workers 1"
+    kitchen.follow("Sentences of different length", flags)
     symbols = sum(map(len, (texts / "test.txt").read_text().splitlines()))
-    assert (found["test_count"], found["test_accuracy"] > 0.5) == (symbols, True)
-    two = last(kitchen.here)["model"]
-    [command] = documents.commands_of(blocks(title))
-    alone = command.replace("nproc_per_node 2", "nproc_per_node 1").replace("size 12", "size 24")
-    words, variables = shell_line(f"{alone} {flags} {QUIET} --run-dir runs/alone")
-    succeed(run(*words, cwd=kitchen.folder, timeout=120, **variables))
-    one = last(kitchen.folder / "runs" / "alone")["model"]
-    torch.testing.assert_close(two, one, rtol=1e-3, atol=1e-4)
+    assert summary(kitchen.here)["test_count"] == symbols
+    assert summary(kitchen.here)["test_accuracy"] > 0.5
 
 
 @pytest.mark.slow
-def test_a_gan_goes_on_with_both_optimizers(kitchen):
-    title = "Two optimizers: a GAN"
-    kitchen.follow(title, "--max-steps 12 --log-every 1")
-    saved = last(kitchen.here)
-    assert [*saved["extra"]] == ["judge", "judge_optimizer"]
-    calm = kitchen.here.rename(kitchen.here.with_name("calm"))
-    kitchen.give(title, "--max-steps 7 --log-every 1")
-    kitchen.give(title, "--max-steps 12 --log-every 1 --resume")
-    parts = [last(folder) for folder in (calm, kitchen.here)]
-    for name in ("model", "optimizer", "extra"):
-        torch.testing.assert_close(*(part[name] for part in parts), rtol=0, atol=0)
+def test_a_gan(kitchen):
+    kitchen.follow("Two optimizers: a GAN", "--max-steps 12 --log-every 1")
+    assert [*last(kitchen.here)["extra"]] == ["judge", "judge_optimizer"]
     assert metrics(kitchen.here)[-1]["train_judge_loss"] > 0
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("title", "least"),
-    [("One file: a hundred classes", 20), ("One file: a model of characters", 50)],
+    ("title", "flags", "least"),
+    [
+        ("One file: a hundred classes", "--epochs 4", 10),
+        ("One file: a model of characters", "--epochs 2", 30),
+    ],
 )
-def test_one_file_is_stopped_and_goes_on_with_three_processes(title, least, kitchen):
+def test_one_file(title, flags, least, kitchen):
     draw_pictures(kitchen.folder / "pictures", 100, 6, ("train", "test"))
     (kitchen.folder / "texts").mkdir()
     (kitchen.folder / "texts" / "text.txt").write_text("the quick brown fox jumps. " * 1500)
-    documents.follow(blocks(title), kitchen.folder)
-    [command] = documents.commands_of(blocks(title))
-    words, variables = shell_line(command)
-    process = start(*words, cwd=kitchen.folder, **variables)
-    wait_until((kitchen.folder / "model.pt").exists)
-    os.killpg(process.pid, signal.SIGTERM)
-    told = finish(process)
-    assert "the next start goes on after" in told.stdout, told.text
-    words, variables = shell_line(command.replace("_node 2", "_node 3"))
-    ended = succeed(run(*words, cwd=kitchen.folder, timeout=300, **variables))
-    assert float(re.match(r"(\d+\.\d+) epochs are done", ended.stdout)[1]) > 1
-    shown = re.findall(r"^epoch \d+: .* (\d+\.\d+)% of", ended.stdout, re.MULTILINE)
-    assert float(shown[-1]) > least
+    shown = re.findall(
+        r"^epoch .* (\d+\.\d+)% of", kitchen.follow(title, flags).stdout, re.MULTILINE
+    )
+    assert float(shown[-1]) > least, shown
 
 
 @pytest.mark.slow
-def test_a_folder_of_images(kitchen, short_dir):
-    image = pytest.importorskip("PIL.Image", reason="needs Pillow")
-    pytest.importorskip("torchvision", reason="needs torchvision")
-    sets = data.load_dataset("synthetic", str(short_dir))
-    for part, digits in zip(("train", "test"), sets, strict=True):
-        for number in range(480):
-            pixels, label = digits[number]
-            path = kitchen.folder / "pictures" / part / str(int(label)) / f"{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            image.fromarray(pixels.numpy()).resize((40, 40)).save(path)
+def test_a_folder_of_images(kitchen):
+    draw_pictures(kitchen.folder / "pictures", 10, 24, ("train", "test"))
     kitchen.follow("A folder of images", "--epochs 6", "--batch-size 24")
-    assert summary(kitchen.here)["test_count"] == 480
-    assert summary(kitchen.here)["test_accuracy"] > 0.5
+    assert summary(kitchen.here)["test_count"] == 240
+    assert summary(kitchen.here)["test_accuracy"] > 0.2
 
 
 @pytest.mark.slow
@@ -301,21 +237,16 @@ def test_a_tracker_logs_once_on_rank_0(kitchen):
 
 @pytest.mark.slow
 def test_inference(kitchen, short_dir):
-    """A digit is recognised by the weights, by their average, and by those of a minimal script."""
     image = pytest.importorskip("PIL.Image", reason="needs Pillow")
     pixels, label = data.load_dataset("synthetic", str(short_dir))[1][0]
     image.fromarray(pixels.numpy()).resize((56, 56)).save(kitchen.folder / "picture.png")
-    told = [kitchen.follow("Inference in a script of its own").stdout]
+    told = kitchen.follow("Inference in a script of its own").stdout
+    assert re.fullmatch(rf"class {int(label)}, \d+%\n", told)
     saved = last(kitchen.folder / "runs" / "digits")
     average = {f"module.{name}": value for name, value in saved["model"].items()}
-    average["n_averaged"] = torch.tensor(3)
-    noise = {name: torch.zeros_like(value) for name, value in saved["model"].items()}
-    for content in ({"model": noise, "extra": {"ema": average}}, saved["model"]):
-        torch.save(content, kitchen.folder / "other.pt")
-        words = [sys.executable, "my_inference.py", "other.pt", "picture.png"]
-        told.append(succeed(run(*words, cwd=kitchen.folder)).stdout)
-    assert re.fullmatch(rf"class {int(label)}, \d+%\n", told[0])
-    assert told[1:] == told[:1] * 2
+    torch.save({"model": {}, "extra": {"ema": average}}, kitchen.folder / "other.pt")
+    words = [sys.executable, "my_inference.py", "other.pt", "picture.png"]
+    assert succeed(run(*words, cwd=kitchen.folder)).stdout == told
 
 
 @pytest.mark.slow
