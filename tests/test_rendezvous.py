@@ -1,11 +1,8 @@
 """The rendezvous: who is missing, who is there twice, and who does not belong to this job."""
 
-import json
 import os
-import signal
 import socket
 import subprocess
-import sys
 import threading
 from contextlib import closing
 
@@ -13,20 +10,17 @@ import pytest
 import torch.distributed as dist
 
 from tests.processes import (
-    ROOT,
     error_lines,
     finish,
     free_port,
-    run,
     script,
     start,
-    succeed,
     wait_for_port,
 )
 from utils.cluster import launch
 from utils.cluster.addresses import Address, AgentStore
 from utils.cluster.rank_info import RankInfo
-from utils.cluster.rendezvous import COMPLETE, Peer, Peers, RendezvousError, meet, name_ranks
+from utils.cluster.rendezvous import Peer, Peers, RendezvousError, meet, name_ranks
 from utils.training import config
 
 HOST = socket.gethostname()
@@ -134,24 +128,16 @@ def test_a_foreign_program_has_the_port(synthetic_dir):
     assert "no answer" in second.stderr
 
 
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [
-        (signal.SIGKILL, "Connection refused"),
-        pytest.param(signal.SIGSTOP, "no answer. Was it started", marks=pytest.mark.slow),
-    ],
-)
-def test_rank_0_is_stopped_or_killed_while_others_wait(number, words, synthetic_dir):
+def test_rank_0_is_killed_while_others_wait(synthetic_dir):
     ranks = Ranks(synthetic_dir, 3, 6)
     main = ranks.start(0)
     ranks.start(1)
     dist.TCPStore("127.0.0.1", ranks.port, wait_for_workers=False).wait(["peer/1"])
-    main.send_signal(number)
+    main.kill()
     ranks.processes = ranks.processes[1:]
     (ended,) = ranks.end()
-    main.kill()
     main.communicate()
-    assert words in ended.stderr
+    assert "Connection refused" in ended.stderr
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
@@ -184,15 +170,6 @@ def test_a_rank_takes_its_share_of_its_own_cores(monkeypatch):
     assert os.environ["OMP_NUM_THREADS"] == "8"
 
 
-def test_a_rank_that_starts_again_leaves_the_job_alone(place):
-    outcomes = meet_all(place, 0, 1)
-    attend(place, 1, 2, outcomes, 1.0, pid=9)
-    assert "two processes claim the same rank: 1 (" in str(outcomes[-1])
-    (met, _, _) = outcomes
-    assert isinstance(met, Peers)
-    assert met.store.get("barrier").decode() == COMPLETE
-
-
 @pytest.fixture
 def agent():
     """The store of torchrun's agent, where rank 0 publishes its address."""
@@ -212,26 +189,3 @@ def test_what_an_earlier_attempt_has_published_does_no_harm(agent):
         assert isinstance(met, Peers), met
         assert (met.local_ranks, met.main.pid, met.interface) == ([0, 1], 1000, "")
         assert name_ranks(met.store, [0, 1]) == f"0 ({HOST} pid 1000), 1 ({HOST} pid 1001)"
-
-
-def test_a_store_of_another_attempt_is_not_taken(agent):
-    """Where rank 0 was published, its nonce has to be there."""
-    other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    other.set("peer/0", '{"rank": 0, "facts": {"seed": "9"}}')
-    agent.publish(other.port, "ours")
-    outcomes = []
-    attend(agent, 1, 2, outcomes, 1.0)
-    assert "another program, or another job, has this port" in str(outcomes[0])
-    attend(agent, 0, 1, outcomes)
-    assert isinstance(outcomes[1], Peers), outcomes
-
-
-@pytest.mark.slow
-def test_a_world_of_256_meets_and_names_who_is_missing_and_who_is_lost():
-    """Real stores, and as many connections for each rank as a rank holds."""
-    words = [sys.executable, ROOT / "tests" / "simulate.py"]
-    small, large = (json.loads(succeed(run(*words, size)).stdout) for size in (64, 256))
-    named = [large[key] for key in ("met", "named_missing", "named_lost")]
-    assert named == [256, 255, 255], large
-    for key in ("meeting_MB", "lost_MB"):  # they grow no faster than the world
-        assert large[key] < 2 * 4 * small[key] or not large["own_network"], (small, large)
