@@ -57,13 +57,10 @@ def test_every_way_reaches_the_same_weights(method, synthetic_dir, tmp_path, exp
 
 SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "1"}
 SLURM |= {"SLURM_STEP_NUM_TASKS": "4", "MASTER_PORT": "7"}
-PMI = {"PMI_RANK": "1", "PMI_SIZE": "4"}
-HYDRA = PMI | {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}  # MPICH and Intel MPI
-
-
-def open_mpi(prefix, rank, size, local_rank, local_size):
-    numbers = {"RANK": rank, "SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_SIZE": local_size}
-    return {f"{prefix}_COMM_WORLD_{name}": number for name, number in numbers.items()}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4"}  # MPICH and Intel MPI
+HYDRA |= {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+OPEN_MPI = {"RANK": "3", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": number for name, number in OPEN_MPI.items()}
 
 
 @pytest.mark.parametrize(
@@ -82,12 +79,9 @@ def open_mpi(prefix, rank, size, local_rank, local_size):
         ),
         # The batch script itself, in which no step has started.
         ({name: value for name, value in SLURM.items() if "STEP" not in name}, RankInfo("alone")),
-        (open_mpi("OMPI", "3", "4", "1", "2"), RankInfo("mpirun", 3, 4, 1, 2)),
+        (OPEN_MPI, RankInfo("mpirun", 3, 4, 1, 2)),
         # Started through srun, whose variables number the machines.
-        (
-            SLURM | open_mpi("OMPI", "0", "8", "0", "2"),
-            RankInfo("mpirun", 0, 8, 0, 2, master_port=7),
-        ),
+        (SLURM | OPEN_MPI, RankInfo("mpirun", 3, 4, 1, 2, master_port=7)),
         (SLURM | HYDRA, RankInfo("mpich", 1, 4, 0, 2, master_port=7)),
         # Both say a rank: by hand wins over Slurm.
         (SLURM | {"RANK": "0", "WORLD_SIZE": "1"}, RankInfo("environment", 0, 1, master_port=7)),
