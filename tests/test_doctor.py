@@ -132,6 +132,15 @@ def test_two_processes_for_real():
     assert rows["open files"][1].endswith("for a process")
 
 
+def test_a_failed_check_is_status_1():
+    code = f"import sys; sys.path.insert(0, {str(DOCTOR.parent)!r}); import doctor\n"
+    code += "import collectives\nwrong = collectives.Timing(4, 1.0, False)\n"
+    code += "doctor.time_all_reduce = lambda *_: [wrong]\nsys.exit(doctor.main())"
+    ended = run(sys.executable, "-c", code, "--threads", 1)
+    assert ended.returncode == 1, ended.text
+    assert "failure  wrong sums of 4 bytes" in ended.stdout
+
+
 def test_an_incomplete_world_is_a_failure_in_time():
     by_hand = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
     ended = run(sys.executable, DOCTOR, "--rdzv-timeout", 2, **by_hand)
