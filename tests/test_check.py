@@ -39,7 +39,6 @@ def edits(lines):
 
 EDITED = edits(HEAD)
 ALL = {title: edits(own) for title, _, own in (text.partition(" | ") for text in VARIANTS)}
-RIGHT = {title.partition(": ")[2]: own for title, own in ALL.items() if "RIGHT: " in title}
 
 
 def variants(*levels):
@@ -55,9 +54,9 @@ def variants(*levels):
 
 def edited(own):
     """Return the minimal script with each edit made. What is edited has to be there."""
-    own = {"root": f'"{ROOT}"', "data": DATA, **RIGHT.get(own.get("like"), {}), **own}
+    own = {"root": f'"{ROOT}"', "data": DATA, **own}
     text = SCRIPT
-    for key in (key for key in own if key != "like"):
+    for key in own:
         place, _, name = key.rpartition(" ")
         before, old, after = text.rpartition(EDITED[name])
         assert old, f"scripts/minimal/ddp.py has no longer: {EDITED[name]}"
