@@ -4,8 +4,7 @@ ALTER_AT is after so many steps, or before ``start``, ``group`` (of two ranks is
 ``loss`` (is computed), ``loss 9`` (for the ninth time), ``evaluate`` or ``results`` (are written).
 
 SIGKILL and other signals: one that comes ALTER_DELAY seconds later comes within the next step.
-raise, nan, late, hang: in a way of its own. wait: the rank goes on when a signal has come to
-it. stuck: after five batches its loader worker gives no more.
+raise, nan, late, hang: in a way of its own. wait: the rank goes on when a signal has come to it.
 
 ALTER_FLAG is a file that is made at that moment. With ALTER_ONCE nothing goes wrong where it is.
 """
@@ -22,7 +21,6 @@ import torch
 from torch import nn
 
 from tests.alterations import instead, is_chosen
-from utils.datasets import loader
 from utils.training import evaluation, run
 
 AT = os.environ.get("ALTER_AT", "")
@@ -31,7 +29,7 @@ MOMENTS = {
     "evaluate": (evaluation, "evaluate"),
     "results": (run, "collect_results"),
 }
-how, steps, losses, given, timers = "", 0, 0, [], []
+how, steps, losses, timers = "", 0, 0, []
 
 
 def install(alter):
@@ -41,9 +39,6 @@ def install(alter):
         instead(module, name, functools.partial(at, when))
     instead(nn.functional, "cross_entropy", compute_loss)
     instead(run.Run, "end_step", end_step)
-    if how == "stuck":
-        instead(loader, "collate", stick)
-        loader.BATCH_TIMEOUT = 0.5
 
 
 def at(when, function, *args, **kwargs):
@@ -70,13 +65,6 @@ def end_step(before, self):
         timer.join()
     go_wrong(str(steps))
     before(self)
-
-
-def stick(before, batch):
-    given.append(torch.utils.data.get_worker_info())
-    if is_chosen() and sum(map(bool, given)) > 5:
-        time.sleep(600)
-    return before(batch)
 
 
 def go_wrong(when):
