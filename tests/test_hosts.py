@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.launches import LAUNCHES, SHORT, finish_all
-from tests.processes import error_lines, finish, run, start, succeed, summary, wait_until
+from tests.processes import finish, run, start, succeed, summary, wait_until
 
 # Root in a container may not make any.
 HAS_NAMESPACES = os.geteuid() == 0 and not os.system("unshare -n ip link >/dev/null 2>&1")
@@ -138,21 +138,6 @@ def test_run_ssh_leaves_nobody_when_a_node_fails(hosts, synthetic_dir, tmp_path)
     ended = finish(process, 120)  # when the last holder of its output has ended
     assert ended.returncode != 0
     assert " ended with status" in ended.stderr
-
-
-def test_a_host_is_cut_off_in_training(hosts, synthetic_dir, tmp_path):
-    network = hosts()
-    flags = f"{LONG} --data-dir {synthetic_dir} --run-dir {tmp_path}/run --timeout 10"
-    command = LAUNCHES["variables by hand"]
-    processes = network.launch(f"{command} {flags}")
-    wait_until((tmp_path / "run" / "metrics.jsonl").exists)
-    succeed(run("ip", "-n", network.names[1], "link", "set", "eth0", "down"))
-    for rank, process in enumerate(processes):
-        ended = finish(process, 120)
-        assert ended.returncode == 1, ended.text
-        (line,) = error_lines(ended)
-        assert f"rank {rank} lost rank {1 - rank} (node{1 - rank} pid " in line
-        assert "Traceback" not in ended.stderr
 
 
 def test_the_doctor_finds_a_slow_link_and_names_that_resolve_to_loopback(hosts, synthetic_dir):
