@@ -4,7 +4,6 @@ import itertools
 import json
 import re
 import sys
-import time
 from pathlib import Path
 
 import benchmark
@@ -14,25 +13,21 @@ import torch
 import trial
 
 from tests.processes import ROOT, STANDALONE, Finished, run, succeed
+from utils.training import config
 
 # Ends at once with a speed that its flags determine, so that ratios are known beforehand.
 PRETENDER = """
 import json, os, pathlib, signal, sys, time
 sys.stderr.write("chatter\\n")
 flags = dict(zip(sys.argv, sys.argv[1:]))
-here = pathlib.Path(sys.argv[0])
-name = here.stem.removeprefix("train_")
+name = pathlib.Path(sys.argv[0]).stem.removeprefix("train_")
 with open(os.environ["PRETEND_LOG"], "a") as log:
     log.write(json.dumps(sys.argv) + "\\n")
-if (name, flags["--model"]) == ("dp", "linear"):
+if flags["--model"] == "linear" and name == "dp":
     sys.exit("train_dp.py: error: no DataParallel today")
-if (name, flags["--batch-size"]) == ("ddp", "500"):
-    here.with_name("watched").unlink(missing_ok=True)
-    while not here.with_name("watched").exists():  # until the parent knows this process
-        time.sleep(0.01)
-    if flags["--model"] == "mlp":
-        os.kill(os.getppid(), signal.SIGTERM)
-    here.with_name("too late").touch()
+if flags["--model"] == "mlp" and flags["--batch-size"] == "500" and name == "ddp":
+    time.sleep(0.3)  # until the parent waits for this process
+    os.kill(os.getppid(), signal.SIGTERM)
     time.sleep(60)
 speed = {"single": 500.0, "dp": 500.0, "ddp": 750.0}[name]
 speed *= {"1": 1, "2": 1 + (name == "single")}[flags.get("--threads", "1")]
@@ -44,23 +39,13 @@ summary = {"train_images_per_second": speed, "peak_memory_bytes": [2**20]}
 
 
 class Pretending:
-    """The benchmark, whose runs only pretend, called in this process, and the time that it sees."""
-
-    strftime = time.strftime
+    """The benchmark, whose runs only pretend, called in this process."""
 
     def __init__(self, folder, data_dir, capsys):
         self.folder, self.capsys = folder, capsys
         self.where = ["--dataset", "synthetic", "--data-dir", data_dir, "--device", "cpu"]
         for name in ("single", "dp", "ddp"):
             (folder / f"train_{name}.py").write_text(PRETENDER)
-
-    def monotonic(self):
-        """Return the time: a day later once a run hangs."""
-        return 86_400.0 * (self.folder / "too late").exists()
-
-    def sleep(self, seconds):
-        (self.folder / "watched").touch()
-        time.sleep(seconds)
 
     def run(self, *flags):
         words = [*self.where, "--output", self.folder, *flags]
@@ -70,6 +55,9 @@ class Pretending:
     def started(self):
         """Return the flags of each run."""
         runs = [json.loads(line) for line in (self.folder / "log").read_text().splitlines()]
+        for path, *words in runs:  # or the script would end with an error
+            name = Path(path).stem.removeprefix("train_")
+            config.build_parser(name, None).parse_args(words)
         return [{"script": Path(run[0]).stem, **dict(itertools.pairwise(run))} for run in runs]
 
     def rows(self):
@@ -81,7 +69,6 @@ class Pretending:
 def pretend(tmp_path, synthetic_dir, monkeypatch, capsys):
     pretending = Pretending(tmp_path, synthetic_dir, capsys)
     monkeypatch.setattr(trial, "ROOT", tmp_path)
-    monkeypatch.setattr(trial, "time", pretending)
     monkeypatch.setenv("PRETEND_LOG", str(tmp_path / "log"))
     return pretending
 
@@ -119,11 +106,10 @@ def test_a_failing_setting_does_not_lose_the_others(pretend):
     ended = pretend.run(*TWO_SIZES, "--models", "linear")
     assert ended.returncode == 1
     failures = [line for line in ended.stderr.splitlines() if line.startswith("benchmark.py:")]
-    assert len(failures) == 3, "once each, not in each round"
+    assert len(failures) == 2, "once each, not in each round"
     assert "dp linear 2 x 32, 2 threads: exit status 1: train_dp.py: error: no Data" in ended.stderr
-    assert "ddp linear 2 x 500, 2 threads: still running after 300 s" in ended.stderr
     failed = [(row["technique"], row["size"]) for row in pretend.rows() if row["failure"]]
-    assert failed == [("dp", 64), ("dp", 1000), ("ddp", 1000)]
+    assert failed == [("dp", 64), ("dp", 1000)]
     assert "failed" in ended.stdout
 
 
@@ -159,9 +145,7 @@ def test_on_gpus_devices_are_named(monkeypatch):
     ("tool", "flags", "words"),
     [
         (benchmark, ["--global-batch-sizes", "65"], "65 cannot be shared out among 2 devices"),
-        (benchmark, ["--device", "xpu"], "this machine (with this torch) offers"),
         (scaling, ["--bandwidth", "1"], "give all, or none"),
-        (scaling, [], "start it with torchrun"),
         (benchmark, ["--", "--threads=2"], "--threads=2 after -- is set by the benchmark itself"),
     ],
 )
@@ -211,16 +195,12 @@ def test_scaling_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("late", "bandwidth", "words"),
-    [
-        (0.001, 1e8, "it sends during the backward"),
-        (0.009, 1e8, "as if it sent after the backward"),
-        (0.009, 1e10, "too short to tell"),
-    ],
+    ("late", "words"),
+    [(0.001, "it sends during the backward"), (0.009, "as if it sent after the backward")],
 )
-def test_scaling_sees_a_gpu_that_waits_for_each_bucket(late, bandwidth, words):
-    """Two devices, three buckets of half a megabyte: 5 ms each, or 50 us."""
-    link = scaling.Link(0.0, bandwidth)
+def test_scaling_sees_a_gpu_that_waits_for_each_bucket(late, words):
+    """Two devices, three buckets of half a megabyte: 5 ms each."""
+    link = scaling.Link(0.0, 1e8)
     alone, together = (
         scaling.Step(0.01, 0.02, [(when, 5e5) for when in (0.005, 0.01, 0.015 + more)])
         for more in (0.0, late)
@@ -244,12 +224,3 @@ def test_scaling_measures_and_predicts():
     told = succeed(run(*STANDALONE, 2, script, *flags, timeout=290)).stdout
     assert re.search(r"buckets full in the backward: 0.94 MB at [\d.]+ ms\n", told)
     assert re.search(r"DDP, measured: [\d.]+ ms", told)
-
-
-@pytest.mark.slow
-def test_for_real(synthetic_dir, tmp_path):
-    flags = ["--device", "cpu", "--dataset", "synthetic", "--data-dir", synthetic_dir]
-    flags += ["--quick", "--seconds", 0.1, "--models", "linear", "--output", "results"]
-    path = ROOT / "scripts" / "tools" / "benchmark.py"
-    ended = run(sys.executable, path, *flags, cwd=tmp_path, timeout=290)
-    assert "x as fast as DP" in succeed(ended).stdout

@@ -9,7 +9,6 @@ import sys
 
 import pytest
 import torch
-from torch.distributed import distributed_c10d as c10d
 
 from models import build_model
 from tests.processes import ROOT, run
@@ -40,7 +39,6 @@ def edits(lines):
 
 EDITED = edits(HEAD)
 ALL = {title: edits(own) for title, _, own in (text.partition(" | ") for text in VARIANTS)}
-RIGHT = {title.partition(": ")[2]: own for title, own in ALL.items() if "RIGHT: " in title}
 
 
 def variants(*levels):
@@ -56,9 +54,9 @@ def variants(*levels):
 
 def edited(own):
     """Return the minimal script with each edit made. What is edited has to be there."""
-    own = {"root": f'"{ROOT}"', "data": DATA, **RIGHT.get(own.get("like"), {}), **own}
+    own = {"root": f'"{ROOT}"', "data": DATA, **own}
     text = SCRIPT
-    for key in (key for key in own if key != "like"):
+    for key in own:
         place, _, name = key.rpartition(" ")
         before, old, after = text.rpartition(EDITED[name])
         assert old, f"scripts/minimal/ddp.py has no longer: {EDITED[name]}"
@@ -78,30 +76,21 @@ FAILS = {  # what the verdict says, and a script
     "it makes no process group": "import torch",
     "ZeroDivisionError: division by zero, on rank 0 at theirs.py:1": "1 / 0",
     "it wraps no model": "import torch.distributed as dist\ndist.init_process_group('gloo')",
-    "it ended with exit status 3": "import sys\nsys.exit(3)",
     "the process died": "import os\nos.abort()",
     "not done after 5 s (--limit): rank 0 at theirs.py:2": "import time\ntime.sleep(99)",
 }
-OUTSIDE = """import contextlib, ctypes, os, shutil, sys
+OUTSIDE = """import os, shutil, sys
 from pathlib import Path
 os.environ["RANK"] == "0" or sys.exit(0)
 other = Path("OTHER")
-libc = ctypes.CDLL(None)
-if libc.syscall(444, None, 0, 1) > 1:  # the kernel has Landlock
-    assert libc.creat(b"OTHER/logs/x", 0o600) == libc.creat(b"../other/c", 0o600) == -1
 (other / "new").mkdir()
 (other / "new/y").write_text("2")
 assert (other / "new/y").read_text() == "2"
 with (other / "logs/x").open("a") as file:
     file.write("3")
 assert (other / "logs/x").read_text() == Path("../other/logs/x").read_text() == "13"
-(other / "logs/x").chmod(0)
 (other / "logs/x").unlink()
 shutil.rmtree(other / "logs")
-with contextlib.suppress(PermissionError):
-    os.remove("x", dir_fd=os.open(other / "logs", os.O_RDONLY))
-with contextlib.suppress(PermissionError):
-    os.rename(src=other / "logs/x", dst="x")
 """
 
 
@@ -235,28 +224,13 @@ def test_a_command_that_cannot_work_says_why(tmp_path):
     assert done.returncode == 2
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "nn.parallel.DistributedDataParallel.will_sync_module_buffers",  # it is called
-        # It is imported.
-        pytest.param("nn.modules.module.register_module_forward_hook", marks=pytest.mark.slow),
-    ],
-)
-def test_a_torch_that_lacks_a_name_is_named(name, tmp_path):
-    lacks = f"import sys, torch\ndel torch.{name}\nsys.path.insert(0, sys.argv[1])\nimport probe"
-    told = run(sys.executable, "-c", f"{lacks}\nprint(probe.MISSING)", CHECK, cwd=tmp_path).text
-    last = name.rpartition(".")[2]
-    assert re.search(rf"this torch \(\S+\) has no {last}: the check knows 2.9 to", told), told
-
-
-def test_each_collective_of_pytorch_is_watched():
-    known = set(re.findall(r'^    "(\w+)",$', (CHECK / "process_group.py").read_text(), re.M))
-    pattern = "new_group|reduce|gather|broadcast|scatter|all_to_all|barrier"
-    names = [n for n in c10d.__all__ if re.search(pattern, n) and callable(getattr(c10d, n))]
-    functions = {name for name in names if not isinstance(getattr(c10d, name), type)}
-    assert functions
-    assert functions <= known
+@pytest.mark.slow
+def test_a_torch_that_lacks_a_name_is_named(tmp_path):
+    name = "will_sync_module_buffers"
+    lacks = f"import sys, torch\ndel torch.nn.parallel.DistributedDataParallel.{name}\n"
+    lacks += "sys.path.insert(0, sys.argv[1])\nimport probe\nprint(probe.MISSING)"
+    told = run(sys.executable, "-c", lacks, CHECK, cwd=tmp_path).text
+    assert re.search(rf"this torch \(\S+\) has no {name}: the check knows 2.9 to", told), told
 
 
 BESIDE = {
@@ -286,16 +260,12 @@ def test_a_package_and_settings_above_the_script_are_bounded(ranks, tmp_path):
     [
         ("epochs", 1, 2),
         ("num_train_epochs", 90.0, 2.0),
-        ("total-iterations", 9000, 12),
         ("num_steps", 1000, 1000),  # of a diffusion, perhaps
         ("steps_per_epoch", 500, 4),
-        ("warmup_steps", 100, 1),
         ("grad_accum_steps", 8, 2),
         ("per_device_batch_size", 64, 8),
         ("save_every", 10, 1),
         ("hidden", 512, 512),
-        ("epochs", 0.5, 0.5),
-        ("epochs", True, True),
     ],
 )
 def test_a_number_is_bounded_by_its_name(name, value, bound):
@@ -307,7 +277,6 @@ def test_a_number_is_bounded_by_its_name(name, value, bound):
     [
         ("epochs: int = 90  # all", "epochs: int = 2  # all"),
         ("config = {'epochs': 90, 'lr': 0.1}", "config = {'epochs': 2, 'lr': 0.1}"),
-        ("epochs = 90 * 2", "epochs = 90 * 2"),
         ("for epoch in range(90):", "for epoch in range(2):"),
         ("for step in range(90):", "for step in range(90):"),
     ],

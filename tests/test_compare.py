@@ -5,7 +5,6 @@ import os
 import sys
 
 import compare
-import pytest
 
 from tests.processes import ROOT, error_line, run, succeed
 
@@ -35,11 +34,6 @@ def test_runs_that_are_alike_have_a_speed_up(tmp_path):
     assert succeed(run("bash", "-c", line)).stderr == "", "nobody reads its output"
 
 
-def test_one_gpu_stands_beside_the_cores(tmp_path):
-    told = tell(tmp_path, RUN, DDP, RUN | {"device": "cuda"})
-    assert "A device is a core of the CPU, except in the row of cuda, the GPU alone." in told
-
-
 def test_runs_that_are_not_alike_have_none_and_it_says_why(tmp_path):
     told = tell(tmp_path, RUN | {"device": "cuda"}, DDP | {"model": "mlp"})
     assert "not alike, so no row has a speed-up: model (convnet, mlp)" in told
@@ -56,9 +50,6 @@ def test_a_busy_machine_is_told():
     assert "Other programs took 40%" in told
 
 
-@pytest.mark.parametrize("content", ["{}", None])
-def test_what_is_no_summary_is_one_line(content, tmp_path):
-    if content:
-        (tmp_path / "summary.json").write_text(content)
+def test_what_is_no_summary_is_one_line(tmp_path):
     line = error_line(run(sys.executable, SCRIPT, tmp_path), status=1)
     assert line.startswith(f"compare.py: error: '{tmp_path}/summary.json': ")

@@ -14,13 +14,11 @@ single | --dataset cifar              | synthetic (in utils/datasets/sources.py)
 single | --model my_network:          | callable in it, such as my_network:MyNetwork
 single | --num-workers -1             | '-1' is not a whole number
 single | --lr nan                     | 'nan' is not a number
-single | --devices 0,0                | is not a list of different device ids
 single | --devices 0,1                | uses one device
 single | --init-weights ''            | is a variable not set?
 single | --resume --init-weights x.pt | drop one of them
 single | --data-on-device --num-workers 2 | drop --num-workers
 single | --batch 96                   | unrecognized arguments
-dp     | --replicas 9007199254740992  | from 1 to 256
 dp     | --compile                    | no effect on DataParallel
 """
 ROWS = [tuple(cell.strip() for cell in line.split("|")) for line in BAD.strip().splitlines()]
@@ -68,7 +66,6 @@ STARTS = [
     ("train_single.py", "--init-weights nowhere.pt", 1, "nowhere.pt: No such file"),
     ("train_single.py", "--batch-size 60001", 2, "larger than the training set"),
     ("train_single.py", "--run-dir /proc/run", 2, "cannot be written"),
-    ("train_ddp.py", "--nprocs 2 --backend mpi", 2, "was built with"),  # one line for all ranks
     ("train_ddp.py", "--sync-bn", 2, "SyncBatchNorm works on GPUs only"),
 ]
 

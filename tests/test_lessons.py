@@ -58,19 +58,18 @@ def test_a_lesson_that_breaks_something_asks_first():
 
 
 @pytest.mark.parametrize(
-    ("main", "limit", "status", "printed"),
+    ("main", "printed"),
     [
-        ('lambda: {"two is two": True, "one is two": False}', 120, 1, "NOT SHOWN: one is two"),
-        ("dict", 120, 1, ""),  # it claims nothing
-        ("lambda: time.sleep(60)", 0.1, 1, "Timeout"),
+        ('lambda: {"two is two": True, "one is two": False}', "NOT SHOWN: one is two"),
+        ("dict", ""),  # it claims nothing
     ],
 )
-def test_the_exit_status_is_the_verdict(tmp_path, main, limit, status, printed):
+def test_the_exit_status_is_the_verdict(tmp_path, main, printed):
     lesson = tmp_path / "lesson.py"
     lesson.write_text(
-        f"import sys, time\nsys.path.insert(0, {str(FOLDER)!r})\nimport _lesson\n"
-        f"_lesson.TIME_LIMIT = {limit}\nif __name__ == '__main__':\n    _lesson.start({main})\n"
+        f"import sys\nsys.path.insert(0, {str(FOLDER)!r})\nimport _lesson\n"
+        f"if __name__ == '__main__':\n    _lesson.start({main})\n"
     )
-    finished = run(sys.executable, str(lesson), timeout=TIMEOUT)
-    assert finished.returncode == status, finished.text
+    finished = run(sys.executable, lesson, timeout=TIMEOUT)
+    assert finished.returncode == 1, finished.text
     assert printed in finished.text

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "scripts" / "tools"))
 
 import trace as tool  # isort: skip
 
-MAIN, REPLICAS, AUTOGRAD = 1, (2, 3), 4  # threads
+MAIN, AUTOGRAD = 1, 4  # threads
 KEYS = ["data", "forward", "backward", "communication", "optimizer", "gaps"]
 
 
@@ -31,7 +31,7 @@ def op(name, begin, end, tid=MAIN):
     return event(name, begin, end, tid, cat="cpu_op")
 
 
-def step(*inside, backward_end=80):
+def step(*inside):
     """Return a step of 100 us: data 10, forward 30, backward 40, optimizer 10, and the rest.
 
     Between loader and forward nothing has a name, nor between the forward and its backward.
@@ -42,7 +42,7 @@ def step(*inside, backward_end=80):
         event("forward", 10, 36),
         op("autograd::engine::evaluate_function: NllLossBackward0", 40, 45),
         op("autograd::engine::evaluate_function: ConvolutionBackward0", 46, 70),
-        op("autograd::engine::evaluate_function: AccumulateGrad", backward_end - 1, backward_end),
+        op("autograd::engine::evaluate_function: AccumulateGrad", 79, 80),
         event("Optimizer.step#SGD.step", 80, 88),
         event("Optimizer.zero_grad#SGD.zero_grad", 88, 90),
         *inside,
@@ -86,28 +86,6 @@ def test_a_collective_beside_an_operation_is_hidden():
     assert result["communication_parts"] == {"in_backward": 0.08, "elsewhere": 0.05}
 
 
-def test_an_all_reduce_that_ends_the_backward_belongs_to_it():
-    """With one bucket it begins, on a thread of gloo's, when autograd has nothing left to do."""
-    agreement = event("gloo:all_reduce", 3, 7, tid=9)  # outlasts its step
-    result = analyse(step(agreement, event("gloo:all_reduce", 72, 78, tid=9), backward_end=71))
-    assert result["communication_parts"] == {"elsewhere": 0.04, "in_backward": 0.06}
-    assert result["shares"]["backward"] == 0.32, "from 40 to 78, without the 6 that it waits"
-
-
-def test_the_parts_of_dp_and_its_threads():
-    events = step(
-        event("DataParallel.forward", 10, 40),
-        event("DataParallel.scatter", 10, 12),
-        event("DataParallel.replicate", 12, 20),
-        op("aten::conv2d", 20, 32, tid=REPLICAS[0]),
-        op("aten::conv2d", 24, 32, tid=REPLICAS[1]),
-        event("DataParallel.gather", 36, 40),
-    )
-    result = analyse(events)
-    assert result["communication_parts"] == {"scatter": 0.02, "replicate": 0.08, "gather": 0.04}
-    assert result["shares"]["forward"] == 0.16
-
-
 def test_a_kernel_belongs_to_the_phase_that_launched_it():
     result = analyse(
         step(
@@ -128,11 +106,10 @@ def test_a_kernel_belongs_to_the_phase_that_launched_it():
 
 
 @pytest.mark.parametrize(
-    ("steps", "timed", "speed"),
-    [(1, None, None), (10, (2, 10), 90 / 9), (14, (11, 14), 40 / 4.5)],
+    ("steps", "timed", "speed"), [(1, None, None), (10, (2, 10), 10.0), (14, (11, 14), 10.0)]
 )
 def test_a_speed_says_over_which_steps_it_is(steps, timed, speed, monkeypatch):
-    """A step takes a second, the first one nine; saving after the twelfth takes six."""
+    """A step takes a second, the first one nine."""
     clock = SimpleNamespace(seconds=0.0)
     clock.perf_counter = lambda: clock.seconds
     monkeypatch.setattr(timing, "time", clock)
@@ -141,13 +118,8 @@ def test_a_speed_says_over_which_steps_it_is(steps, timed, speed, monkeypatch):
     for step in range(1, steps + 1):
         clock.seconds += 9 if step == 1 else 1
         throughput.step()
-        if step == 12:
-            with throughput.paused():
-                clock.seconds += 6
-            clock.seconds += 0.5
     throughput.end_epoch()
-    assert throughput.timed_steps == timed
-    assert throughput.images_per_second() == (speed and pytest.approx(speed))
+    assert (throughput.timed_steps, throughput.images_per_second()) == (timed, speed)
 
 
 def trace(run_dir):
@@ -165,8 +137,8 @@ DDP = {"DistributedDataParallel.forward", "gloo:all_reduce", "c10d::allreduce_"}
     ("name", "extra", "names", "parts"),
     [
         ("single", ["--num-workers", 1], SINGLE, set()),
-        pytest.param("dp", [], DP, {"scatter", "replicate", "gather"}, marks=pytest.mark.slow),
-        ("ddp", RANKS, DDP, {"in_backward", "elsewhere"}),
+        ("dp", [], DP, {"scatter", "replicate", "gather"}),
+        ("ddp", RANKS, DDP, {"in_backward"}),
     ],
 )
 def test_a_profiled_run(name, extra, names, parts, training, capsys):
@@ -178,7 +150,8 @@ def test_a_profiled_run(name, extra, names, parts, training, capsys):
     assert trace(training.folder) == 0
     assert capsys.readouterr().out.startswith(f"{training.folder}: profile of 10 steps, ")
     facts = tool.share_out(tool.read_trace(training.folder / "profile" / "rank0.json.gz"))
-    assert set(facts["communication_parts"]) == parts
+    # The agreement on a stop, elsewhere, may hide behind other work.
+    assert set(facts["communication_parts"]) - {"elsewhere"} == parts
     assert facts["shares"]["gaps"] < 0.5, "most of a step has a name"
     assert min(facts["shares"][name] for name in ("data", "forward", "backward", "optimizer")) > 0
     for rank in range(2 if name == "ddp" else 1):
@@ -192,24 +165,7 @@ def test_a_profiled_run(name, extra, names, parts, training, capsys):
             assert found["gloo:broadcast"] == 0, "each forward waits for rank 0's buffers"
 
 
-@pytest.mark.slow
-def test_a_profile_of_too_few_steps_says_so(training):
-    words = ["--model", "linear", "--batch-size", 128, "--no-tensorboard", "--profile"]
-    told = succeed(training.run("single", *words)).stdout
-    assert told.count("profile of 3 steps") == 1, "in the first epoch only"
-    more = ["--resume", "--epochs", 2, "--max-steps", 20]
-    told = succeed(training.run("single", *words, *more)).stdout
-    assert "profile: too few steps, it takes 13 or more" in told
-
-
-def test_what_is_no_trace_is_one_line(tmp_path, capsys):
-    (tmp_path / "profile").mkdir()
-    for content, message in (
-        (None, "does not exist: train with --profile"),
-        (b'{"traceEvents": []}', "the trace holds no step"),
-    ):
-        if content:
-            (tmp_path / "profile" / "rank0.json.gz").write_bytes(gzip.compress(content))
-        assert trace(tmp_path) == 2
-        [line] = capsys.readouterr().err.splitlines()
-        assert message in line
+def test_a_run_without_a_trace_is_one_line(tmp_path, capsys):
+    assert trace(tmp_path) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "does not exist: train with --profile" in line

@@ -58,18 +58,3 @@ def test_more_epochs_go_on_where_a_fraction_ended_and_fewer_steps_end_a_run():
     train(longer)
     train(whole)
     assert longer.position == whole.position
-
-
-def test_an_epoch_without_a_batch_of_the_new_size_is_left_once_it_is_evaluated():
-    """Resumed with a larger global batch."""
-    small = Progress(105, 10, 1, 9)
-    train(small)
-    large = resumed(small, 105, 30, 2)
-    assert (large.epoch, large.epoch_samples) == (1, 0)
-    train(large)
-    assert large.global_step == 9 + 3
-    small = Progress(105, 10, 1)
-    while small.has_step_left:
-        small.step()
-    large = resumed(small, 105, 30, 1)
-    assert (large.epoch, large.epoch_samples, large.is_finished) == (0, 100, False)

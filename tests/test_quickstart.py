@@ -12,7 +12,6 @@ import pytest
 
 from tests.processes import ROOT, error_line, finish, run, start, succeed, wait_until
 
-AGED = '[ "$1" = --version ] && echo Python 3.9.2'
 TWO = {"NNODES": "2", "MASTER_ADDR": "a"}
 WRONG = [
     ("run_torchrun.sh", {"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0 is not a whole number, 1 or"),
@@ -23,11 +22,9 @@ WRONG = [
     ("run_torchrun.sh", {"PATH": "/usr/bin:/bin"}, "there is no .venv/bin/torchrun: activate"),
     ("run_ssh.sh", {}, "set HOSTS or HOSTFILE"),
     ("run_ssh.sh", {"HOSTS": "a, b"}, "'a,' in HOSTS is no host name"),
-    ("run_torchrun.sh", {"PATH": "/usr/bin:/bin", "VENV": "old"}, "Python was upgraded"),
     ("quickstart.sh", {"INSTALL": "false", "VENV": "old"}, "Python was upgraded"),
     ("test.sh", {"INSTALL": "false", "VENV": "fakes"}, "fakes exists, but is not a virtual"),
     ("test.sh", {"INSTALL": "false", "TORCH_BACKEND": "rocm"}, "TORCH_BACKEND=rocm is none of cpu"),
-    ("test.sh", {"INSTALL": "false", "VENV": "aged"}, "aged has Python 3.9.2, and Python 3.11 or"),
     ("gpu_check.sh", {"FLAGS": "--data-dir"}, "--data-dir wants a folder after it"),
     ("gpu_check.sh", {"FLAGS": "--only doctor,docter"}, "docter is no part: see --list"),
 ]
@@ -150,10 +147,6 @@ def test_what_cannot_work_is_one_line_before_anything_starts(name, settings, wor
     (copy / "old" / "bin").mkdir(parents=True)
     for python in ("python", "python3"):
         (copy / "old" / "bin" / python).symlink_to("/gone/python3.9")
-    (copy / "aged" / "bin").mkdir(parents=True)
-    (copy / "aged" / "pyvenv.cfg").touch()
-    (copy / "aged" / "bin" / "python").write_text("#!/bin/sh\n" + AGED)
-    (copy / "aged" / "bin" / "python").chmod(0o755)
     before = sorted(copy.rglob("*"))
     ended = finish(faked(copy, name, *settings.get("FLAGS", "").split(), **settings))
     assert words in error_line(ended)
@@ -181,16 +174,6 @@ def test_a_dry_run_anywhere_on_the_line_starts_nothing(name, copy):
     table = [line.split() for line in told.partition("\nnode ")[2].splitlines()[1:]]
     assert [columns[-1] for columns in table] == ["0-3", "4-7", "8-11"]
     assert succeed(finish(faked(copy, name, "--epochs", "7", "--help"))).stdout.startswith("Tr")
-
-
-def test_what_a_dry_run_shows_is_what_starts(copy):
-    (copy / "fakes" / "torchrun").write_text('#!/bin/sh\necho "$0 $*"\n')
-    words = ("run_torchrun.sh", "--epochs", "7")
-    told, begun = (
-        succeed(finish(faked(copy, *words, *dry, NPROC_PER_NODE="2"))).stdout.splitlines()
-        for dry in (["--dry-run"], [])
-    )
-    assert begun == [told[1].rstrip()]
 
 
 def test_settings_reach_the_command(copy):
@@ -241,11 +224,9 @@ class cuda:
     get_device_capability = lambda index: ({major}, 0)
 """
 WAYS = [  # whether the driver serves torch, GPUs that cannot compute, their capability, processes
-    (True, "", 9, 3, ""),
     (False, "", 9, 2, "lists 3 GPUs but cannot use them: update the GPU driver"),
     (True, "1", 7, 2, "sm_70, for which torch 2.15 has no code: pip install --index-url"),
-    (True, "02", 7, 1, "to leave out the others: CUDA_VISIBLE_DEVICES=1\n"),
-    (True, "012", 14, 2, "sm_140, for which torch 2.15 has no code: install a newer torch"),
+    (True, "02", 14, 1, "to leave out the others: CUDA_VISIBLE_DEVICES=1\n"),
 ]
 
 

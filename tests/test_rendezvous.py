@@ -1,105 +1,49 @@
 """The rendezvous: who is missing, who is there twice, and who does not belong to this job."""
 
-import json
 import os
-import signal
 import socket
-import subprocess
-import sys
-import threading
-from contextlib import closing
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from tests.processes import (
-    ROOT,
-    error_lines,
-    finish,
-    free_port,
-    run,
-    script,
-    start,
-    succeed,
-    wait_for_port,
-)
+from tests.processes import free_port
 from utils.cluster import launch
 from utils.cluster.addresses import Address, AgentStore
 from utils.cluster.rank_info import RankInfo
-from utils.cluster.rendezvous import COMPLETE, Peer, Peers, RendezvousError, meet, name_ranks
+from utils.cluster.rendezvous import Peer, Peers, RendezvousError, meet, name_ranks
 from utils.training import config
 
 HOST = socket.gethostname()
+CORES = sorted(os.sched_getaffinity(0))
 
 
-def attend(place, rank, size, outcomes, seconds=90.0, **more):
-    own = Peer(rank, **({"pid": 1000 + rank} | more))
+def attend(place, own, size=2, seconds=90.0):
     try:
-        outcomes.append(meet(place, own, size, seconds))
+        return meet(place, own, size, seconds)
     except Exception as error:
-        outcomes.append(error)
+        return error
 
 
-def meet_all(place, *ranks, size=2, **more):
-    """Let threads meet; return what each got, in no order."""
-    outcomes = []
-    arguments = [(place, rank, size, outcomes) for rank in ranks]
-    threads = [threading.Thread(target=attend, args=args, kwargs=more) for args in arguments]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return outcomes
+def meet_all(place, *ranks, size=2, seconds=90.0):
+    """Let ranks meet, which are threads of this process; return what each got."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return [*pool.map(lambda own: attend(place, own, size, seconds), ranks)]
 
 
 @pytest.fixture
 def place():
-    return Address("127.0.0.1", free_port())
-
-
-# Run train_ddp.py as if another PyTorch was installed.
-OTHER_TORCH = """
-import sys, torch, train_ddp
-torch.__version__ = "{}"
-sys.argv[0] = "train_ddp.py"
-sys.exit(train_ddp.main())
-"""
-
-
-class Ranks:
-    """Ranks that are started one by one, by hand."""
-
-    def __init__(self, data_dir, size, seconds):
-        self.port, self.processes = free_port(), list[subprocess.Popen[str]]()
-        self.words = ["--dataset", "synthetic", "--data-dir", data_dir, "--rdzv-timeout", seconds]
-        self.variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
-        self.variables["WORLD_SIZE"] = str(size)
-
-    def start(self, rank, *flags, waits=True, torch_version="", **other):
-        variables = self.variables | other | {"RANK": str(rank)}
-        command = script("train_ddp.py", *self.words, *flags)
-        if torch_version:
-            command[1:2] = ["-c", OTHER_TORCH.format(torch_version)]
-        self.processes.append(start(*command, **variables))
-        if len(self.processes) == 1 and rank == 0 and waits:
-            wait_for_port(self.port, self.processes[0])
-        return self.processes[-1]
-
-    def end(self):
-        """Wait for all; each ends with one line."""
-        ended = [finish(process, 120) for process in self.processes]
-        for one in ended:
-            assert one.returncode == 1, one.text
-            assert len(one.stderr.splitlines()) == len(error_lines(one)) == 1, one.stderr
-        return ended
+    return Address("127.0.0.1", free_port(), "MASTER_ADDR")
 
 
 def test_all_that_wait_name_the_missing(place):
     """With a world of four and one of 4,000, whose line is short, too."""
-    for outcome in meet_all(place, 0, 1, size=4, seconds=3.0):
-        words = f"2 of 4 ranks are here: 0 ({HOST} pid 1000), 1 ({HOST} pid 1001); missing: 2, 3."
+    for outcome in meet_all(place, Peer(0, pid=7), Peer(1, pid=8), size=4, seconds=3.0):
+        words = f"2 of 4 ranks are here: 0 ({HOST} pid 7), 1 ({HOST} pid 8); missing: 2, 3."
         assert words in str(outcome)
-    (outcome,) = meet_all(Address("127.0.0.1", free_port()), 0, size=4000, seconds=0.5)
+    outcome = attend(Address("127.0.0.1", free_port()), Peer(0), size=4000, seconds=0.5)
     assert isinstance(outcome, RendezvousError)
     assert "missing: 1, 2, 3, 4, 5, 6, 7, 8 and 3991 more." in str(outcome)
     assert len(str(outcome)) < 500
@@ -108,130 +52,68 @@ def test_all_that_wait_name_the_missing(place):
 @pytest.mark.parametrize(
     ("others", "words"),
     [
-        ([{}, {}], "two processes claim the same rank: 1 ("),
-        ([{"flags": ["--seed", 1]}], "has seed 1, rank 0 ("),
-        ([{"torch_version": "1.0"}], "has torch 1.0, rank 0 ("),
+        ({8: "2.15", 9: "2.15"}, "two processes claim the same rank: 1 ("),
+        ({8: "1.0"}, "has torch 1.0, rank 0 ("),
     ],
 )
-def test_who_does_not_fit_is_named_at_once(others, words, synthetic_dir):
-    ranks = Ranks(synthetic_dir, 3, 60)
-    ranks.start(0)
-    for other in others:
-        ranks.start(1, *other.pop("flags", []), **other)
-    for ended in ranks.end():
-        assert words in ended.stderr
+def test_who_does_not_fit_is_named_at_once(others, words, place):
+    ranks = [Peer(1, {"torch": version}, pid=pid) for pid, version in others.items()]
+    for outcome in meet_all(place, Peer(0, {"torch": "2.15"}), *ranks, size=3):
+        assert words in str(outcome)
 
 
-def test_a_foreign_program_has_the_port(synthetic_dir):
-    """It accepts connections and never answers."""
-    ranks = Ranks(synthetic_dir, 2, 4)
-    with closing(socket.create_server(("127.0.0.1", ranks.port))):
-        ranks.start(0, waits=False)
-        ranks.start(1)
-        first, second = ranks.end()
-    assert f"cannot listen on port {ranks.port} (address already in use)" in first.stderr
-    assert f"127.0.0.1:{ranks.port} (from MASTER_ADDR)" in second.stderr
-    assert "no answer" in second.stderr
+def test_without_rank_0_and_with_a_foreign_program_at_its_port(place):
+    """The program accepts connections and never answers."""
+    waiting = f"for rank 0 at 127.0.0.1:{place.port} (from MASTER_ADDR): "
+    assert f"{waiting}Connection refused" in str(attend(place, Peer(1), seconds=1.0))
+    with socket.create_server(("127.0.0.1", place.port)):
+        first, second = meet_all(place, Peer(0), Peer(1), seconds=1.0)
+    assert f"cannot listen on port {place.port} (address already in use)" in str(first)
+    assert f"{waiting}no answer" in str(second)
 
 
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [
-        (signal.SIGKILL, "Connection refused"),
-        pytest.param(signal.SIGSTOP, "no answer. Was it started", marks=pytest.mark.slow),
-    ],
-)
-def test_rank_0_is_stopped_or_killed_while_others_wait(number, words, synthetic_dir):
-    ranks = Ranks(synthetic_dir, 3, 6)
-    main = ranks.start(0)
-    ranks.start(1)
-    dist.TCPStore("127.0.0.1", ranks.port, wait_for_workers=False).wait(["peer/1"])
-    main.send_signal(number)
-    ranks.processes = ranks.processes[1:]
-    (ended,) = ranks.end()
-    main.kill()
-    main.communicate()
-    assert words in ended.stderr
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 @pytest.mark.parametrize("is_apart", [True, False])
 def test_ranks_share_the_cores_that_they_have_in_common(is_apart, place):
     """A launcher may give each rank cores of its own, of which it then takes all."""
-    cores = sorted(os.sched_getaffinity(0))
-    outcomes = []
 
     def attend_on_own_cores(rank):
-        os.sched_setaffinity(0, cores[rank : rank + 1] if is_apart else cores)  # of this thread
-        attend(place, rank, 2, outcomes)
+        os.sched_setaffinity(0, CORES[rank : rank + 1] if is_apart else CORES)  # of this thread
+        return attend(place, Peer(rank))
 
-    threads = [threading.Thread(target=attend_on_own_cores, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [peers.sharing_cores for peers in outcomes] == [1, 1] if is_apart else [2, 2]
+    with ThreadPoolExecutor(2) as pool:
+        met = [*pool.map(attend_on_own_cores, range(2))]
+    assert [peers.sharing_cores for peers in met] == [1, 1] if is_apart else [2, 2]
 
 
-def test_a_rank_takes_its_share_of_its_own_cores(monkeypatch):
+def test_a_rank_tells_its_torch_and_takes_its_share_of_its_own_cores(monkeypatch):
     """Of 16, which one of the three others has, too."""
-    met = Peers(Peer(0), 4, Peer(0), local_ranks=[0, 1, 2, 3], sharing_cores=2)
-    monkeypatch.setattr(launch, "meet", lambda *_: met)
+    told = []
+
+    def meet(place, own, *_):
+        told.append(own.facts)
+        return Peers(own, 4, Peer(0), local_ranks=[0, 1, 2, 3], sharing_cores=2)
+
+    monkeypatch.setattr(launch, "meet", meet)
     monkeypatch.setattr(launch, "usable_cores", lambda: 16)
     monkeypatch.setattr(os, "environ", {})
     args = config.build_parser("ddp", "").parse_args([])
     launch._meet(args, RankInfo("environment", 0, 4), "gloo")
     assert os.environ["OMP_NUM_THREADS"] == "8"
+    assert told[0]["torch"] == torch.__version__
+    assert {"WORLD_SIZE", "seed", "backend"} <= {*told[0]}
 
 
-def test_a_rank_that_starts_again_leaves_the_job_alone(place):
-    outcomes = meet_all(place, 0, 1)
-    attend(place, 1, 2, outcomes, 1.0, pid=9)
-    assert "two processes claim the same rank: 1 (" in str(outcomes[-1])
-    (met, _, _) = outcomes
-    assert isinstance(met, Peers)
-    assert met.store.get("barrier").decode() == COMPLETE
-
-
-@pytest.fixture
-def agent():
-    """The store of torchrun's agent, where rank 0 publishes its address."""
+def test_what_an_earlier_attempt_has_published_does_no_harm():
+    """In the store of torchrun's agent, where rank 0 publishes its address."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield AgentStore("127.0.0.1", store.port)
-    del store
-
-
-def test_what_an_earlier_attempt_has_published_does_no_harm(agent):
+    agent = AgentStore("127.0.0.1", store.port)
     agent.store.set(agent.KEY, b'["127.0.0.1", 9, "old"]')
-    outcomes = []
-    late = threading.Timer(0.5, attend, (agent, 0, 2, outcomes))
-    late.start()  # rank 1 reads what is there, until rank 0 comes
-    attend(agent, 1, 2, outcomes)
-    late.join()
+    with ThreadPoolExecutor(2) as pool:
+        late = pool.submit(attend, agent, Peer(1, pid=8))
+        time.sleep(0.5)  # rank 1 reads what is there, until rank 0 comes
+        outcomes = attend(agent, Peer(0, pid=7)), late.result()
     for met in outcomes:
         assert isinstance(met, Peers), met
-        assert (met.local_ranks, met.main.pid, met.interface) == ([0, 1], 1000, "")
-        assert name_ranks(met.store, [0, 1]) == f"0 ({HOST} pid 1000), 1 ({HOST} pid 1001)"
-
-
-def test_a_store_of_another_attempt_is_not_taken(agent):
-    """Where rank 0 was published, its nonce has to be there."""
-    other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    other.set("peer/0", '{"rank": 0, "facts": {"seed": "9"}}')
-    agent.publish(other.port, "ours")
-    outcomes = []
-    attend(agent, 1, 2, outcomes, 1.0)
-    assert "another program, or another job, has this port" in str(outcomes[0])
-    attend(agent, 0, 1, outcomes)
-    assert isinstance(outcomes[1], Peers), outcomes
-
-
-@pytest.mark.slow
-def test_a_world_of_256_meets_and_names_who_is_missing_and_who_is_lost():
-    """Real stores, and as many connections for each rank as a rank holds."""
-    words = [sys.executable, ROOT / "tests" / "simulate.py"]
-    small, large = (json.loads(succeed(run(*words, size)).stdout) for size in (64, 256))
-    named = [large[key] for key in ("met", "named_missing", "named_lost")]
-    assert named == [256, 255, 255], large
-    for key in ("meeting_MB", "lost_MB"):  # they grow no faster than the world
-        assert large[key] < 2 * 4 * small[key] or not large["own_network"], (small, large)
+        assert (met.local_ranks, met.main.pid, met.interface) == ([0, 1], 7, "")
+        assert name_ranks(met.store, [0, 1]) == f"0 ({HOST} pid 7), 1 ({HOST} pid 8)"

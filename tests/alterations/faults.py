@@ -1,15 +1,12 @@
 """Something goes wrong in the rank ALTER_RANK, or 0, at ALTER_AT.
 
-ALTER_AT is after so many steps, or before ``start``, ``data`` (is loaded), ``group`` (is made),
+ALTER_AT is after so many steps, or before ``start``, ``group`` (of two ranks is made),
 ``loss`` (is computed), ``loss 9`` (for the ninth time), ``evaluate`` or ``results`` (are written).
 
 SIGKILL and other signals: one that comes ALTER_DELAY seconds later comes within the next step.
-raise, leave, nan, late, hang: in a way of its own. wait: the rank goes on when a signal has come to
-it. stuck: after five batches its loader worker gives no more.
+raise, nan, late, hang: in a way of its own. wait: the rank goes on when a signal has come to it.
 
-ALTER_FLAG is a file that is made at that moment, and each other rank makes one with its number.
-With ALTER_ONCE nothing goes wrong where the file is. The rank ALTER_BUSY computes for six seconds
-then.
+ALTER_FLAG is a file that is made at that moment. With ALTER_ONCE nothing goes wrong where it is.
 """
 
 import ctypes
@@ -23,19 +20,16 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import data
 from tests.alterations import instead, is_chosen
-from utils.datasets import loader
 from utils.training import evaluation, run
 
 AT = os.environ.get("ALTER_AT", "")
 MOMENTS = {
-    "data": (data, "load_dataset"),
     "group": (torch.distributed, "init_process_group"),
     "evaluate": (evaluation, "evaluate"),
     "results": (run, "collect_results"),
 }
-how, steps, losses, given, timers = "", 0, 0, [], []
+how, steps, losses, timers = "", 0, 0, []
 
 
 def install(alter):
@@ -45,9 +39,6 @@ def install(alter):
         instead(module, name, functools.partial(at, when))
     instead(nn.functional, "cross_entropy", compute_loss)
     instead(run.Run, "end_step", end_step)
-    if how == "stuck":
-        instead(loader, "collate", stick)
-        loader.BATCH_TIMEOUT = 0.5
 
 
 def at(when, function, *args, **kwargs):
@@ -76,31 +67,17 @@ def end_step(before, self):
     before(self)
 
 
-def stick(before, batch):
-    given.append(torch.utils.data.get_worker_info())
-    if is_chosen() and sum(map(bool, given)) > 5:
-        time.sleep(600)
-    return before(batch)
-
-
-def have_come(flag):
-    """Return whether all other ranks have come to ALTER_AT."""
-    others = {*range(int(os.environ["WORLD_SIZE"]))} - {int(os.environ["RANK"])}
-    return all(flag.with_suffix(f".{rank}").exists() for rank in others)
-
-
 def go_wrong(when):
     if when != AT:
         return
-    if "ALTER_BUSY" in os.environ and is_chosen("ALTER_BUSY"):
-        time.sleep(6)
     flag = Path(os.environ.get("ALTER_FLAG", os.devnull))
+    other_rank_has_come = flag.with_suffix(".other")
     if not is_chosen():
-        if "ALTER_FLAG" in os.environ:
-            flag.with_suffix(f".{os.environ['RANK']}").touch()
+        if when == "group":
+            other_rank_has_come.touch()
         return
-    while when in ("data", "group") and not have_come(flag):
-        time.sleep(0.01)  # others may still ask rank 0's store whether all are there
+    while when == "group" and not other_rank_has_come.exists():
+        time.sleep(0.01)  # it may still ask rank 0's store whether all are there
     if "ALTER_ONCE" in os.environ and flag.exists():
         return
     if how == "wait":
@@ -114,8 +91,6 @@ def go_wrong(when):
         time.sleep(3.0)
     if how == "raise":
         raise ArithmeticError("wrong on purpose")
-    if how == "leave":
-        os._exit(0)
     if how == "nan":
         instead(nn.functional, "cross_entropy", compute_nan)
     if how.startswith("SIG"):
