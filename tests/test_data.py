@@ -383,6 +383,8 @@ def test_transform_normalises_each_channel():
         for channel in range(3):
             expected = (images[:, channel] / 255 - mean[channel]) / std[channel]
             torch.testing.assert_close(pixels[:, channel], expected)
+    plain, _ = data.Transform(CPU, TensorDataset(images, labels))((images, labels))
+    torch.testing.assert_close(plain, images / 255, msg="a set without mean and std")
     assert torch.equal(targets, labels), "the numbers of a regression"
     assert not torch.equal(transform((images, labels), train=True)[0], pixels), "no shift"
     already, numbers = transform((pixels, labels.double()), train=True)
