@@ -90,6 +90,7 @@ def test_waiting_for_the_data_is_bounded_names_for_whom_and_hears_a_stop(tmp_pat
         data.load_dataset("synthetic", str(tmp_path))
     process = start(*script("train_single.py", "--dataset", "synthetic", "--data-dir", tmp_path))
     assert f"waiting for process {holder.pid} on " in process.stderr.readline()
+    time.sleep(0.3)  # it looks again every 0.05 s, and says so once
     process.send_signal(signal.SIGTERM)
     ended = finish(process, 90)
     holder.kill()
