@@ -82,7 +82,8 @@ def test_waiting_for_the_data_is_bounded_and_names_for_whom(tmp_path, monkeypatc
     monkeypatch.setattr(files, "QUIET_SECONDS", 0.1)
     with pytest.raises(DataError, match=f"process {holder.pid} on "):
         data.load_dataset("synthetic", str(tmp_path))
-    assert f"waiting for process {holder.pid} on " in capfd.readouterr().err
+    [line] = capfd.readouterr().err.splitlines()  # it looks again every 0.05 s, and says so once
+    assert f"waiting for process {holder.pid} on " in line
     holder.kill()
     holder.join()
 
@@ -316,6 +317,8 @@ def test_transform_normalises_each_channel():
         for channel in range(3):
             expected = (images[:, channel] / 255 - mean[channel]) / std[channel]
             torch.testing.assert_close(pixels[:, channel], expected)
+    plain, _ = data.Transform(CPU, TensorDataset(images, labels))((images, labels))
+    torch.testing.assert_close(plain, images / 255, msg="a set without mean and std")
     assert torch.equal(targets, labels), "the numbers of a regression"
     assert not torch.equal(transform((images, labels), train=True)[0], pixels), "no shift"
     already, numbers = transform((pixels, labels.double()), train=True)

@@ -85,7 +85,7 @@ def is_printed(message):
             pattern = ""  # of a text with values, from its end: each part may be cut off
             for part in reversed(node.values if isinstance(node, ast.JoinedStr) else []):
                 is_value = isinstance(part, ast.FormattedValue)
-                own = VALUE if is_value else re.escape(part.value.rstrip()) + " ?"
+                own = VALUE if is_value else re.escape(part.value.rstrip(" .:")) + "[ .:]*"
                 pattern = f"{own}(?:{pattern})?"
             if re.fullmatch(pattern, shown):
                 return True
