@@ -80,12 +80,14 @@ def test_waiting_for_the_data_is_bounded_and_names_for_whom(tmp_path, monkeypatc
     wait_until(lambda: lock.exists() and lock.read_text())
     monkeypatch.setattr(prepare, "LOCK_TIMEOUT", 0.2)
     monkeypatch.setattr(files, "QUIET_SECONDS", 0.1)
-    with pytest.raises(DataError, match=f"process {holder.pid} on "):
-        data.load_dataset("synthetic", str(tmp_path))
+    try:
+        with pytest.raises(DataError, match=f"process {holder.pid} on "):
+            data.load_dataset("synthetic", str(tmp_path))
+    finally:
+        holder.kill()
+        holder.join()
     [line] = capfd.readouterr().err.splitlines()  # it looks again every 0.05 s, and says so once
     assert f"waiting for process {holder.pid} on " in line
-    holder.kill()
-    holder.join()
 
 
 def test_offline_the_start_ends_soon_with_one_line(tmp_path):
