@@ -224,3 +224,12 @@ def test_scaling_measures_and_predicts():
     told = succeed(run(*STANDALONE, 2, script, *flags, timeout=290)).stdout
     assert re.search(r"buckets full in the backward: 0.94 MB at [\d.]+ ms\n", told)
     assert re.search(r"DDP, measured: [\d.]+ ms", told)
+
+
+@pytest.mark.slow
+def test_for_real(synthetic_dir, tmp_path):
+    flags = ["--device", "cpu", "--dataset", "synthetic", "--data-dir", synthetic_dir]
+    flags += ["--quick", "--seconds", 0.1, "--models", "linear", "--output", "results"]
+    path = ROOT / "scripts" / "tools" / "benchmark.py"
+    ended = run(sys.executable, path, *flags, cwd=tmp_path, timeout=290)
+    assert "x as fast as DP" in succeed(ended).stdout

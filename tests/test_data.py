@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 import data
 import models
 from tests.processes import error_line, fork, run, script, start, wait_until
-from utils import files
+from utils import files, signals
 from utils.datasets import fetch, idx, loader, prepare, sources
 from utils.datasets.digits import draw_digits
 from utils.datasets.sources import DataError
@@ -441,6 +441,21 @@ class Stuck(Noisy):
         return super().__getitem__(index)
 
 
+class Ending(Noisy):
+    def __getitem__(self, index):
+        return super().__getitem__(index) if index < 9 else next(iter(()))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_that_ends_early_is_an_error(workers):
+    [dataset, _] = loader.place([Ending()] * 2, CPU, None)
+    options = data.loader_options(dataset, workers, CPU)
+    words = "the data set Ending ended after 2 of 10 batches: a StopI"
+    with pytest.raises(DataError, match=words):
+        list(loader.batches(DataLoader(dataset, 4, **options)))
+    end_workers()
+
+
 def test_a_batch_that_does_not_come_is_told_and_then_an_error(monkeypatch, capfd):
     """By PyTorch's own words, since its error has no type: they may change."""
     monkeypatch.setattr(loader, "BATCH_TIMEOUT", 0.1)
@@ -453,8 +468,11 @@ def test_a_batch_that_does_not_come_is_told_and_then_an_error(monkeypatch, capfd
         next(stuck)
     [line] = capfd.readouterr().err.splitlines()
     assert line.startswith("rank 0 has waited 0 s for a batch of the data set Stuck: usually")
+    monkeypatch.setattr(signals, "_received", signal.SIGTERM)
+    with pytest.raises(signals.Stopped) as stopped:
+        [*loader.batches(DataLoader(dataset, 4, **options))]
     end_workers()  # before the loader in this traceback goes, which would wait for the stuck one
-    del caught
+    del caught, stopped
 
 
 @pytest.fixture

@@ -259,3 +259,49 @@ def test_a_minimal_script_takes_the_gpus(name, short_dir, tmp_path):
     ended = minimal.train(name, 2, tmp_path, "--data-dir", short_dir, "--epochs", 2)
     assert minimal.result(ended)[1] > 50
     assert b"cuda:0" in (tmp_path / "model.pt").read_bytes()
+
+
+# One step of DDP with four buckets, after the choice of a script, or with what torch chooses. The
+# pretended GPUs print each wait of a stream, and each call of NCCL.
+OVERLAP = """
+import ctypes, os, runpy, sys
+os.environ.pop("TORCH_DIST_USE_NCCL2", None)
+if sys.argv[1] != "torch":
+    sys.path.insert(0, os.path.dirname(sys.argv[1]))
+    runpy.run_path(sys.argv[1], run_name="imported")
+import torch, torch.distributed as dist
+rank = int(os.environ["RANK"])
+device = torch.device("cuda", rank)
+torch.cuda.set_device(device)
+dist.init_process_group("nccl", device_id=device)
+layers = [torch.nn.Linear(600, 600) for _ in range(8)]
+model = torch.nn.Sequential(*layers).to(device)
+model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=2)
+library = ctypes.CDLL(None)
+for step in range(3):  # the buckets are made after the first one
+    if (rank, step) == (0, 2):
+        library.setenv(b"PRETEND_WAITS", b"1", 1)
+    model(torch.ones(4, 600, device=device)).sum().backward()
+library.unsetenv(b"PRETEND_WAITS")
+torch.cuda.synchronize()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.skipif(not PRETENDED, reason="needs pretended GPUs, which print waits")
+@pytest.mark.parametrize(
+    ("chosen_by", "waits"),
+    [("train_ddp.py", False), ("scripts/minimal/ddp.py", False), ("torch", True)],
+)
+def test_gradients_travel_while_the_backward_computes(chosen_by, waits, tmp_path):
+    """Where "torch" has no wait any more, PyTorch has cured it: the scripts' line can go."""
+    (tmp_path / "overlap.py").write_text(OVERLAP)
+    where = chosen_by if chosen_by == "torch" else ROOT / chosen_by
+    ended = succeed(run(*STANDALONE, 2, tmp_path / "overlap.py", where, real=True, timeout=120))
+    told = re.findall(r"^(NCCL|WAIT stream \(nil\))", ended.stderr, re.MULTILINE)
+    sends = [index for index, line in enumerate(told) if line == "NCCL"]
+    assert len(sends) == 4, ended.stderr
+    # One for each bucket but the last. Another thread asks for them, so one may come late.
+    assert ("WAIT stream (nil)" in told[sends[0] : sends[-1]]) == waits
+    assert told[sends[-1] :].count("WAIT stream (nil)") >= 4, "before the optimizer's step"

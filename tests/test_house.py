@@ -4,6 +4,7 @@ import re
 import sys
 from graphlib import TopologicalSorter
 
+from tests.processes import run, succeed
 from tests.sources import (
     CLUSTER,
     DATASETS,
@@ -59,3 +60,28 @@ def test_what_the_code_imports_is_required():
     own = {path.stem for path in paths} | {"utils"}
     required = re.findall(r"^[\w-]+", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
     assert found - own - sys.stdlib_module_names - {*required} == {"numpy"}, "which torch asks for"
+
+
+# Imports modules, and prints which signal handlers and variables are then others.
+UNCHANGED = """
+import importlib, os, signal, sys
+sys.path[:0] = ["scripts/tools"]
+import torch
+def now():
+    return {n: signal.getsignal(n) for n in signal.valid_signals()}, dict(os.environ)
+before = now()
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+print(*[{k for k in new if new[k] != old.get(k)} for old, new in zip(before, now())])
+"""
+
+
+def test_importing_a_module_changes_nothing():
+    """A tool that imports one keeps its Ctrl-C. Only utils.early, a script's first, is other.
+
+    A tool is a script, too: it may choose NCCL's class before it imports torch.
+    """
+    modules = [name for name in ARROWS if not name.startswith("train_") and name != "utils.early"]
+    assert succeed(run(sys.executable, "-c", UNCHANGED, *modules)).stdout == "set() set()\n"
+    tools = sorted(path.stem for path in (ROOT / "scripts" / "tools").glob("[a-z]*.py"))
+    assert succeed(run(sys.executable, "-c", UNCHANGED, *tools)).stdout.startswith("set() ")

@@ -1,5 +1,6 @@
 """Every way to launch train_ddp.py, with the commands of docs/launching.md."""
 
+import os
 import signal
 
 import pytest
@@ -13,6 +14,7 @@ from tests.processes import (
     error_lines,
     finish,
     free_port,
+    metrics,
     run,
     script,
     start,
@@ -53,6 +55,39 @@ def test_every_way_reaches_the_same_weights(method, synthetic_dir, tmp_path, exp
     found = summary(tmp_path / "run")
     assert (found["world_size"], found["backend"]) == (2, "gloo")
     assert found["weights_sha256"] == expected
+
+
+SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "1"}
+SLURM |= {"SLURM_STEP_NUM_TASKS": "4", "MASTER_PORT": "7"}
+
+
+@pytest.mark.slow
+def test_an_elastic_job_grows_and_shrinks(synthetic_dir, tmp_path):
+    """One node begins, a second joins, and the first goes on when that one is killed."""
+    command = LAUNCHES["torchrun, elastic"].replace("timeout=10", "timeout=3")
+    flags = (
+        f"--dataset synthetic --data-dir {synthetic_dir} --model linear --epochs 100000 --threads 1"
+        f" --no-progress --no-tensorboard --run-dir {tmp_path}/run"
+    )
+    log, run_dir = tmp_path / "log", tmp_path / "run"
+    line = f"exec env {command} {flags} >> {log} 2>&1"
+    variables = {"HOST0": "127.0.0.1", "PORT": str(free_port())}
+
+    def wait_for_an_epoch():
+        before = len(metrics(run_dir))
+        wait_until(lambda: len(metrics(run_dir)) > before, 100)
+
+    first = start("bash", "-c", line, **variables)
+    wait_until((run_dir / "metrics.jsonl").exists, 100)
+    second = start("bash", "-c", line, **variables)
+    wait_until(lambda: "2 x cpu" in log.read_text(), 100)
+    wait_for_an_epoch()
+    os.killpg(second.pid, signal.SIGKILL)
+    wait_until(lambda: log.read_text().count("device  cpu,") == 2, 100)
+    wait_for_an_epoch()
+    first.terminate()
+    for process in (first, second):
+        finish(process)
 
 
 SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "1"}

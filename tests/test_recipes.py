@@ -1,9 +1,11 @@
 """Each recipe of docs/recipes.md runs as it is printed, and does what it says."""
 
 import json
+import os
 import re
 import runpy
 import shutil
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -16,12 +18,16 @@ from tests import documents
 from tests.processes import (
     ROOT,
     copy_project,
+    finish,
     metrics,
+    ranks,
     run,
     shell_line,
+    start,
     status,
     succeed,
     summary,
+    wait_until,
 )
 
 TEXT = (ROOT / "docs" / "recipes.md").read_text()
@@ -130,13 +136,24 @@ def test_a_project_of_ones_own_begins_with_a_copy(kitchen):
 
 
 @pytest.mark.slow
-def test_a_whole_project(kitchen):
+def test_a_whole_project_is_killed_and_goes_on_with_another_number_of_ranks(kitchen):
     draw_pictures(kitchen.folder / "pictures", 100, 12)
     (kitchen.folder / "wandb.py").write_text(TRACKER)
     early = documents.blocks(RECIPES["Early stopping, and the best checkpoint"])
     documents.follow([b for b in early if b.language == "python"], kitchen.folder)
-    kitchen.follow("A whole project", "--batch-size 12 --max-steps 160")
+    documents.follow([b for b in blocks("A whole project") if b.language != "bash"], kitchen.folder)
+    [command] = documents.commands_of(blocks("A whole project"))
+    line = f"{command} {QUIET} --batch-size 12 --max-steps 160"
+    words, variables = shell_line(line)
+    process = start(*words, cwd=kitchen.folder, **variables)
     here = kitchen.folder / "runs" / "birds"
+    wait_until(lambda: (here / "best.pt").exists())
+    for pid in ranks().values():
+        os.kill(pid, signal.SIGKILL)
+    assert finish(process).returncode != 0
+    assert status(here)["state"] == "running"
+    more, variables = shell_line(f"{line} --resume".replace("nproc_per_node 2", "nproc_per_node 3"))
+    succeed(run(*more, cwd=kitchen.folder, timeout=300, **variables))
     found, rows = summary(here), metrics(here)
     assert found["val_count"] == 240
     assert 0.1 < found["val_accuracy"] < found["val_top3"] <= 1
@@ -150,17 +167,25 @@ def test_a_whole_project(kitchen):
 
 
 @pytest.mark.slow
-def test_sentences(kitchen):
+def test_a_symbol_weighs_the_same_in_any_batch(kitchen):
+    """So two processes compute what one computes."""
     texts = kitchen.folder / "texts"
     texts.mkdir()
     for name, count in (("train", 240), ("test", 50)):
         rows = ["abc" * 20 if number % 5 == 0 else "cad" for number in range(count)]
         (texts / f"{name}.txt").write_text("\n".join(rows))
-    flags = "--epochs 3 --momentum 0.5 --lr 1 --num-workers 1"
-    kitchen.follow("Sentences of different length", flags)
+    title, flags = "Sentences of different length", "--epochs 3 --momentum 0.5 --lr 1"
+    kitchen.follow(title, flags, "--num-workers 1")
     symbols = sum(map(len, (texts / "test.txt").read_text().splitlines()))
     assert summary(kitchen.here)["test_count"] == symbols
     assert summary(kitchen.here)["test_accuracy"] > 0.5
+    two = last(kitchen.here)["model"]
+    [command] = documents.commands_of(blocks(title))
+    alone = command.replace("nproc_per_node 2", "nproc_per_node 1").replace("size 12", "size 24")
+    words, variables = shell_line(f"{alone} {flags} {QUIET} --run-dir runs/alone")
+    succeed(run(*words, cwd=kitchen.folder, timeout=120, **variables))
+    one = last(kitchen.folder / "runs" / "alone")["model"]
+    torch.testing.assert_close(two, one, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow
