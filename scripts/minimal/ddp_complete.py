@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--weight-decay", type=float, default=0.0)
     parser.add_argument("--amp", default="off", choices=AMP)
     parser.add_argument("--grad-accum-steps", type=int, default=1)
-    parser.add_argument("--max-grad-norm", type=float, default=1.0)
+    parser.add_argument("--max-grad-norm", type=float, default=1.0, help="0: no clipping")
     args = parser.parse_args()
 
     # DDP: torchrun starts the processes, and numbers them. RANK counts over all machines.
@@ -218,7 +218,7 @@ def main() -> None:
             # CLIP: gradients are clipped by their true size, so they are unscaled first. They are
             # equal in all processes by now, and so are the norm and a step that fp16 skips.
             scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
             # RESUME: the rate is a function of the position. It rises for 30 % of the run and falls
             # for the rest. So it needs no state, and more epochs work. The state of OneCycleLR has
             # the old number of steps, and beyond them it raises an error.
