@@ -174,7 +174,7 @@ def draw_step_timeline(name: str) -> None:
     scale = 740 / max(map(tool.length, steps.values()))
     picture = Picture(
         *(260, "One optimizer step of the three scripts, to one scale"),
-        "The network basic, 64 images in all, two cores. The fastest of ten steps, of rank 0.",
+        "The model basic, 64 images in all, two cores. The fastest of ten steps, of rank 0.",
     )
     colours = {"data": GREY, "forward": BLUE, "backward": ORANGE, "optimizer": GREEN}
     picture.legend(colours | {"copies, collectives, waiting for them": RED}, 110)
@@ -182,7 +182,7 @@ def draw_step_timeline(name: str) -> None:
         y, step = 46 + 72 * i, steps[script]
         picture.text(140, y, f"{script}, {tool.length(step) / 1e3:.1f} ms", "title")
         rows = [(y + 6, colours[phase], phase, spans) for phase, spans in trace.busy.items()]
-        rows += [(y + 28, RED, part, spans) for part, spans in trace.parts.items()]
+        rows += [(y + 28, RED, part.replace("_", " "), s) for part, s in trace.parts.items()]
         picture.text(128, y + 20, "computes", "note", "end")
         picture.text(128, y + 42, "sends or waits", "note", "end")
         for top, fill, words, spans in rows:
