@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Make an environment and run every check: lint, format, types, tests.
 #
-#   ./scripts/test.sh          quick tests: four minutes on two cores
-#   ./scripts/test.sh --all    the slow ones too: sixteen minutes
+#   ./scripts/test.sh          quick tests: two minutes on two cores
+#   ./scripts/test.sh --all    the slow ones too: six minutes
 #
 # Other arguments go to pytest. MNIST_ROOT names a folder with the real MNIST, if there is one.
 set -euo pipefail

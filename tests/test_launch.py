@@ -95,7 +95,9 @@ SLURM |= {"SLURM_STEP_NUM_TASKS": "4", "MASTER_PORT": "7"}
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4"}  # MPICH and Intel MPI
 HYDRA |= {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
 OPEN_MPI = {"RANK": "3", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+MVAPICH = {f"MV2_COMM_WORLD_{name}": number for name, number in OPEN_MPI.items()}
 OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": number for name, number in OPEN_MPI.items()}
+PALS = {"PALS_RANKID": "1", "PMI_SIZE": "4", "PALS_LOCAL_RANKID": "0", "PALS_LOCAL_SIZE": "2"}
 
 
 @pytest.mark.parametrize(
@@ -115,6 +117,8 @@ OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": number for name, number in OPEN_MPI.items
         # The batch script itself, in which no step has started.
         ({name: value for name, value in SLURM.items() if "STEP" not in name}, RankInfo("alone")),
         (OPEN_MPI, RankInfo("mpirun", 3, 4, 1, 2)),
+        (MVAPICH, RankInfo("mvapich", 3, 4, 1, 2)),
+        (PALS, RankInfo("pals", 1, 4, 0, 2)),
         # Started through srun, whose variables number the machines.
         (SLURM | OPEN_MPI, RankInfo("mpirun", 3, 4, 1, 2, master_port=7)),
         (SLURM | HYDRA, RankInfo("mpich", 1, 4, 0, 2, master_port=7)),
