@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib import util
 
 import pytest
 import torch
@@ -48,6 +49,8 @@ def variants(*levels):
         level, _, name = title.removeprefix("SLOW ").partition(": ")
         if level in levels:
             marks = [pytest.mark.slow] if title.startswith("SLOW") else []
+            if "torchvision" in own and not util.find_spec("torchvision"):
+                marks.append(pytest.mark.skip(reason="needs torchvision"))
             found.append(pytest.param(level, name, own, id=f"{level}: {name}", marks=marks))
     return found
 
@@ -80,6 +83,7 @@ FAILS = {  # what the verdict says, and a script
     "not done after 5 s (--limit): rank 0 at theirs.py:2": "import time\ntime.sleep(99)",
 }
 OUTSIDE = """import os, shutil, sys
+from importlib import util
 from pathlib import Path
 os.environ["RANK"] == "0" or sys.exit(0)
 other = Path("OTHER")
