@@ -49,7 +49,7 @@ def variants(*levels):
         level, _, name = title.removeprefix("SLOW ").partition(": ")
         if level in levels:
             marks = [pytest.mark.slow] if title.startswith("SLOW") else []
-            if "torchvision" in own and not util.find_spec("torchvision"):
+            if "torchvision" in str(own) and not util.find_spec("torchvision"):
                 marks.append(pytest.mark.skip(reason="needs torchvision"))
             found.append(pytest.param(level, name, own, id=f"{level}: {name}", marks=marks))
     return found
