@@ -1,1 +1,0 @@
-"""What stands around the loop: flags, first pass, folder, checkpoints, position, reports."""
