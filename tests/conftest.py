@@ -28,7 +28,9 @@ def digits_dir(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("digits")
     for part, count, seed in (("train", 1920, 0), ("t10k", 500, 1)):
-        for kind, values in zip(("images-idx3", "labels-idx1"), draw_digits(count, seed)):
+        for kind, values in zip(
+            ("images-idx3", "labels-idx1"), draw_digits(count, seed), strict=True
+        ):
             # The IDX format: the type (8 for bytes), the number of dimensions, and each.
             header = [0x800 + values.ndim, *values.shape]
             content = b"".join(x.to_bytes(4, "big") for x in header) + values.numpy().tobytes()

@@ -10,7 +10,6 @@ import torch
 from _lesson import start, values
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-
 from utils.data_parallel import CPUDataParallel  # DataParallel's forward, on threads
 
 BATCH, STEPS = 4, 3

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from _lesson import start
 from torch import Tensor, nn
+from utils.data_parallel import CPUDataParallel  # DataParallel's forward, on threads
 
 import models
-from utils.data_parallel import CPUDataParallel  # DataParallel's forward, on threads
 
 REPLICAS = 2
 ROUNDS = 10

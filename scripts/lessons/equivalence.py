@@ -9,7 +9,6 @@ from _lesson import start, values
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
-
 from utils.data_parallel import CPUDataParallel
 
 Batch = tuple[Tensor, Tensor]

@@ -10,7 +10,6 @@ from _lesson import start, values
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
-
 from utils.data_parallel import CPUDataParallel
 
 NUMBERS = torch.arange(1.0, 9.0)

@@ -30,13 +30,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import compare
 import torch
 import trial
+from utils.training import config
+from utils.training.timing import WARMUP_STEPS
 
 import data
 from utils.device import select_devices, usable_cores
 from utils.errors import UsageError
 from utils.files import write_json
-from utils.training import config
-from utils.training.timing import WARMUP_STEPS
 
 LEAST_STEPS = 20  # timed
 QUICK = {"rounds": 1, "seconds": 2.0, "global_batch_sizes": [256], "batch_sizes": []}

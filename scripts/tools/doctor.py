@@ -27,11 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.distributed as dist
 from collectives import SMALLEST, largest, time_all_reduce
+from utils.cluster.launch import launch
+from utils.training import config
 
 from utils import output, signals
-from utils.cluster.launch import launch
 from utils.device import select_devices, setup_device, usable_cores
-from utils.training import config
 
 OK, WARNING, FAILURE = "ok", "warning", "failure"
 SHM_MIB = 512  # a container has 64 by default
