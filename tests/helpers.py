@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 from datetime import timedelta
@@ -24,7 +25,11 @@ def parse(*flags, technique="single", without=(), **environment):
     with mock.patch.object(sys, "argv", argv), mock.patch.dict(os.environ, launched):
         for name in without:
             del os.environ[name]
-        return parse_args(technique, "A description.")
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            return parse_args(technique, "A description.")
+        finally:
+            signal.signal(signal.SIGTERM, handler)  # the report of an error sets another
 
 
 def fork(function, *args):

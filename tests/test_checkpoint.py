@@ -144,8 +144,9 @@ def test_the_newest_whole_checkpoint_is_used(run, capsys):
 def test_no_whole_checkpoint_is_an_error(run):
     for path in (run.last, run.previous):
         path.write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole"):
-        run.read()
+    for _ in range(2):  # a second try may not begin at step 0
+        with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole"):
+            run.read()
 
 
 def test_a_flipped_bit_is_found_wherever_it_changes_the_content(run):
@@ -282,4 +283,7 @@ def test_a_file_that_holds_no_weights_is_an_error(tmp_path):
     path = tmp_path / "weights.pt"
     path.write_text("<html>404</html>")
     with pytest.raises(CheckpointError, match=r"weights\.pt is damaged, or not a file of torch"):
+        models.build("linear", str(path))
+    torch.save([1, 2], path)
+    with pytest.raises(CheckpointError, match=r"weights\.pt holds a list, and no weights"):
         models.build("linear", str(path))

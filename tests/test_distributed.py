@@ -1,11 +1,13 @@
-"""What the ranks compare before they train."""
+"""What the ranks compare before they train, and how a rank ends."""
+
+import atexit
 
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from tests.helpers import on_ranks, parse
-from utils.distributed import check_same
+from tests.helpers import ended, fork, on_ranks, parse
+from utils.distributed import check_same, end_process
 from utils.errors import UsageError
 
 FIRST, SECOND = torch.tensor([0, 1]), torch.tensor([1, 1])
@@ -79,3 +81,16 @@ def test_a_comparison_changes_no_random_numbers_and_reads_few_samples():
     for is_same, read in on_ranks(check):
         assert is_same
         assert 10 < read < 40
+
+
+def test_a_rank_ends_with_its_status_its_exit_handlers_and_its_files(tmp_path):
+    def end():
+        atexit._clear()  # those of pytest
+        atexit.register((tmp_path / "handler").touch)
+        file = (tmp_path / "file").open("w")
+        file.write("not flushed")
+        end_process(7)
+
+    assert ended(fork(end)) == 7
+    assert (tmp_path / "handler").exists()
+    assert (tmp_path / "file").read_text() == "not flushed"

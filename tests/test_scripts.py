@@ -80,11 +80,11 @@ def test_a_diff_is_short(technique):
 
 @pytest.mark.parametrize("technique", DIFFS)
 def test_the_scripts_are_equal_but_for_hunks_that_begin_with_the_reason(technique):
-    """Docstring, imports, and the last line, which names the technique, are left out."""
+    """Docstring, imports, and the last lines, which name the technique, are left out."""
     sides = []
     for text in (text_of("single"), text_of(technique)):
-        body = text[text.index("\nSUMS = ") :]
-        sides.append(body.rstrip().splitlines()[:-1])
+        begin, end = (text.index(line) for line in ("\nSUMS = ", "\nif __name__ =="))
+        sides.append(text[begin:end].splitlines())
     for removed, added in changes(*sides):
         first = next((line.strip() for line in added if line.strip()), "")
         assert first.startswith(f"# {technique.upper()}: "), (removed, added)
