@@ -125,8 +125,8 @@ def main() -> None:
             torch.save(model.module.state_dict(), "model.pt")
     # DDP: not in a `finally`. After an error on one rank, this call could wait for the others.
     dist.destroy_process_group()
-    # DDP: gloo's threads are still there when Python ends, and abort the process about once in a
-    # hundred times (pytorch/pytorch#179291). So leave without Python's end.
+    # DDP: gloo's threads still run when Python ends, and abort about one process in a hundred
+    # (pytorch/pytorch#179291). So end without Python's clean-up. Exit handlers do not run then.
     sys.stdout.flush()
     os._exit(0)
 

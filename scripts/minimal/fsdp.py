@@ -140,11 +140,12 @@ def main() -> None:
         if rank == 0:
             print(f"epoch {epoch + 1}: learning rate {lr:g}, {result}")
             # To keep a file for each epoch, name it f"model_{epoch + 1}.pt".
+            # FSDP: the file is the same as that of the other scripts.
             torch.save(weights, "model.pt")
     # DDP: not in a `finally`. After an error on one rank, this call could wait for the others.
     dist.destroy_process_group()
-    # DDP: gloo's threads are still there when Python ends, and abort the process about once in a
-    # hundred times (pytorch/pytorch#179291). So leave without Python's end.
+    # DDP: gloo's threads still run when Python ends, and abort about one process in a hundred
+    # (pytorch/pytorch#179291). So end without Python's clean-up. Exit handlers do not run then.
     sys.stdout.flush()
     os._exit(0)
 
