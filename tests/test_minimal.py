@@ -246,7 +246,7 @@ def other_data(alone, tmp_path):
     return copy
 
 
-def test_one_rank_downloads_and_per_token_labels_are_counted(other_data, tmp_path):
+def test_one_rank_downloads_epochs_differ_and_per_token_labels_are_counted(other_data, tmp_path):
     script = other_data("ddp")
     head = "nn.Linear(512, 10)"
     with open(script) as file:
@@ -254,12 +254,15 @@ def test_one_rank_downloads_and_per_token_labels_are_counted(other_data, tmp_pat
     assert head in text
     with open(script, "w") as file:
         file.write(text.replace(head, "nn.Linear(512, 30), nn.Unflatten(1, (10, 3))"))
-    first, second = run_ranks(2, script, TOKENS=3)
+    first, second = run_ranks(2, script, "--epochs", 2, TOKENS=3)
     assert [first.status, second.status] == [0, 0], first.text + second.text
-    ((_, _, _, accuracy, count),) = EPOCH.findall(first.stdout)
-    assert int(count) == 3 * 50
-    assert float(accuracy) <= 100
-    assert [x.name for x in (tmp_path / "alone").glob("downloaded_by_*")] == ["downloaded_by_0"]
+    for *_, accuracy, count in EPOCH.findall(first.stdout):
+        assert int(count) == 3 * 50
+        assert float(accuracy) <= 100
+    folder = tmp_path / "alone"
+    assert [path.name for path in folder.glob("downloaded_by_*")] == ["downloaded_by_0"]
+    order = (folder / "read_by_0").read_text().split()
+    assert order[: len(order) // 2] != order[len(order) // 2 :]
 
 
 def images_read(folder):

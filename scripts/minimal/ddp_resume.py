@@ -50,10 +50,6 @@ def main() -> None:
     # DDP: all processes end after an error, and rank 0 alone prints it.
     if not os.access(".", os.W_OK):
         parser.exit(2, "this folder is read-only: choose another one\n" if rank == 0 else None)
-    # STOP: only remember the signal, so that it never interrupts a step or a save.
-    signals: list[int] = []
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, lambda number, frame: signals.append(number))
     # RESUME: rank 0 alone reads the file. It does so before the processes are connected, so that no
     # collective call of another process fails if the file is damaged.
     checkpoint: list[Any] = [None]
@@ -133,6 +129,10 @@ def main() -> None:
             shutil.copyfile("checkpoint.pt", "previous.pt")
         os.replace("checkpoint.pt.tmp", "checkpoint.pt")
 
+    # STOP: only remember the signal, so that it never interrupts a step or a save.
+    signals: list[int] = []
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, lambda number, frame: signals.append(number))
     # RESUME: begin with the epoch that was interrupted.
     for epoch in range(first_epoch, args.epochs):
         # DDP: without this call, each epoch would have the order of the first one.
