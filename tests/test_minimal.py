@@ -284,7 +284,10 @@ def test_all_ranks_stop_after_a_signal_to_one_and_another_number_goes_on(other_d
     output = resume(2, script, **when)
     assert output == "stopped after 480 images of epoch 1: see checkpoint.pt\n"
     assert not (folder / "model.pt").exists()
-    assert "checkpoint.pt has 0 epochs, and 480 images of the next one\n" in resume(1, script)
+    output = resume(3, script, "--batch-size", 8)
+    assert "checkpoint.pt has 0 epochs, and 480 images of the next one\n" in output
+    optimizer = torch.load(folder / "checkpoint.pt")["optimizer"]
+    assert optimizer["param_groups"][0]["lr"] == pytest.approx(0.03 * 24 / 64)
     assert images_read(folder) == [*range(960)], "each image once in the epoch"
     names = {"checkpoint.pt", "previous.pt", "model.pt"}
     assert {path.name for path in folder.glob("*.pt*")} == names
@@ -305,6 +308,7 @@ def test_a_killed_run_ends_in_the_weights_of_one_that_was_never_killed(ranks, ot
     for name in ("model.pt", "checkpoint.pt"):
         weights = [torch.load(tmp_path / folder / name) for folder in ("calm", "killed")]
         torch.testing.assert_close(*weights, rtol=0, atol=0)
+    assert (weights[0]["epoch"], weights[0]["seen"]) == (2, 0)
 
 
 def test_a_save_that_fails_leaves_the_checkpoint_as_it_was(other_data, tmp_path):
