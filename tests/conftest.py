@@ -50,6 +50,12 @@ def mnist_dir():
     return Path(root)
 
 
+@pytest.fixture
+def training(digits_dir, tmp_path):
+    """Runs of the scripts in a folder that is not there yet."""
+    return processes.Training(digits_dir, tmp_path / "run")
+
+
 @pytest.fixture(autouse=True)
 def _gpus_if_marked(request, monkeypatch):
     """Show the user's GPUs to the tests with the mark ``gpu``."""
