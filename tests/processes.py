@@ -170,9 +170,13 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def error_lines(ended):
-    """Return the lines with an error of a script."""
-    return [line for line in ended.stderr.splitlines() if ".py: error: " in line]
+def said_by_ranks(ended):
+    """Return the lines of stderr from the script, without those of torchrun and PyTorch's C++."""
+    before, _, _ = ended.stderr.partition(
+        'Traceback (most recent call last):\n  File "<frozen runpy>'
+    )
+    logged = re.compile(r"\[?[WEI]\d{4} |\*{10}|Setting OMP_NUM_THREADS|$")
+    return [line for line in before.splitlines() if not logged.match(line)]
 
 
 def distance(one, other):

@@ -2,20 +2,17 @@
 
 import json
 import shutil
-import signal
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 import data
 import models
-import train_single
-from tests.processes import Training, distance
-from utils.cli import parse_args
+import train_ddp
+from tests.processes import Training, distance, free_port
 from utils.optim import warmup_cosine
-from utils.signals import STOP_SIGNALS
 
 # Others build on these names in summary.json.
 CONTRACT = """
@@ -33,7 +30,6 @@ LAYOUTS = {
     "ddp": ["--batch-size", 8, "--grad-accum-steps", 2],
 }
 STEPS = 75
-SHORT = ["--model", "mlp", "--epochs", 0.2]
 
 
 @pytest.fixture(scope="module")
@@ -191,30 +187,10 @@ def test_the_defaults_reach_99_percent(mnist_dir, training):
     assert training.summary["test_accuracy"] >= 0.99
 
 
-@pytest.fixture
-def in_process(digits_dir, tmp_path, monkeypatch):
-    """Return what runs a script here, since the effect of a flag needs no process of its own."""
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    threads = torch.get_num_threads()
-
-    def train(name, *flags, script=train_single):
-        training = Training(digits_dir, tmp_path / name)
-        technique = script.__name__.removeprefix("train_")
-        words = training.command("single", "--no-tensorboard", "--batch-size", 32, *SHORT, *flags)
-        monkeypatch.setattr(sys, "argv", [str(word) for word in words[1:]])
-        assert script.train(parse_args(technique, "")) == 0
-        return training
-
-    yield train
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(False)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
 def test_flags_change_the_training(in_process, tmp_path):
     """Each of the first flags gives other weights than the defaults. The others change nothing."""
-    plain = in_process("plain")
+    short = ["--model=mlp", "--epochs=0.2", "--batch-size=32", "--no-tensorboard"]
+    plain = in_process("plain", *short)
     torch.manual_seed(0)
     torch.save(models.mlp().state_dict(), tmp_path / "weights.pt")
     changing = """
@@ -227,10 +203,35 @@ def test_flags_change_the_training(in_process, tmp_path):
         --deterministic  --device=cpu  --init-weights={tmp_path}/weights.pt
     """
     hashes = {
-        flag: in_process(flag.partition("=")[0], flag).summary["weights_sha256"]
+        flag: in_process(flag.partition("=")[0], *short, flag).summary["weights_sha256"]
         for flag in (changing + neutral).split()
     }
     same = [flag for flag, value in hashes.items() if value == plain.summary["weights_sha256"]]
     assert same == neutral.split()
     assert plain.summary["global_step"] == 12
     assert not [*plain.folder.glob("events*")]
+    assert in_process("threads", *short, "--threads", 2).summary["threads"] == 2
+
+
+def test_flags_of_ddp_reach_pytorch(in_process, monkeypatch):
+    """In a group of one rank, with the wrapped model caught."""
+    wrapped = []
+
+    def wrap(*arguments, **options):
+        wrapped.append(DistributedDataParallel(*arguments, **options))
+        return wrapped[-1]
+
+    monkeypatch.setattr(train_ddp, "DistributedDataParallel", wrap)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    for flags in (
+        ["--bucket-cap-mb", 0.5, "--find-unused-parameters", "--local-rank", 0],
+        ["--backend", "gloo", "--local_rank=0", "--timeout", 30],
+    ):
+        monkeypatch.setenv("MASTER_PORT", str(free_port()))
+        in_process(flags[0], "--model", "mlp", "--max-steps", 2, *flags, script="ddp")
+    first, second = wrapped
+    assert (first.bucket_bytes_cap, second.bucket_bytes_cap) == (2**19, 25 * 2**20)
+    assert (first.find_unused_parameters, second.find_unused_parameters) == (True, False)
