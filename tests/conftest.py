@@ -19,6 +19,26 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: tests compare b
 from tests import processes  # noqa: E402
 
 
+def pytest_sessionfinish(session):
+    """Fail a whole run (--all) in which a file has no test, or a test is skipped without a need."""
+    config = session.config
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if hasattr(config, "workerinput") or reporter is None or config.args != ["tests"]:
+        return  # a worker of pytest-xdist, or a part of the tests
+    if config.option.markexpr or config.option.keyword or config.option.collectonly:
+        return
+    passed, skipped = (reporter.stats.get(kind, []) for kind in ("passed", "skipped"))
+    ran = {report.nodeid.partition("::")[0] for report in (*passed, *skipped)}
+    files = (f"tests/{path.name}" for path in sorted((ROOT / "tests").glob("test_*.py")))
+    problems = [f"{name} has no test" for name in files if name not in ran]
+    # A reason names what this machine lacks. Without one, a test would be skipped everywhere.
+    reasons = {report.longrepr[2] for report in skipped}
+    problems += [f"skipped without a need: {why}" for why in reasons if "needs" not in why]
+    for problem in problems:
+        reporter.write_line(problem, red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 @pytest.fixture(scope="session")
 def digits_dir(tmp_path_factory):
     """A folder in torchvision's layout, with drawn digits: 1,920 for training, 500 for testing.
