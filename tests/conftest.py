@@ -1,6 +1,7 @@
 """Fixtures: data without a network, and proof that no test leaves a process behind."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -68,6 +69,41 @@ def mnist_dir():
     if not root:
         pytest.skip("needs the real MNIST: set MNIST_ROOT to a folder in torchvision's layout")
     return Path(root)
+
+
+@pytest.fixture
+def training(digits_dir, tmp_path):
+    """Runs of the scripts in a folder that is not there yet."""
+    return processes.Training(digits_dir, tmp_path / "run")
+
+
+@pytest.fixture
+def in_process(digits_dir, tmp_path, monkeypatch):
+    """Return what runs a script in this process: for effects that need no process of their own."""
+    import importlib
+
+    import torch
+
+    from utils import cli, signals
+
+    handlers = {number: signal.getsignal(number) for number in signals.STOP_SIGNALS}
+    threads = torch.get_num_threads()
+
+    def train(name, *flags, script="single"):
+        run = processes.Training(digits_dir, tmp_path / name)
+        words = [str(word) for word in run.command(script, *flags)]
+        at = words.index(f"train_{script}.py")
+        monkeypatch.setattr(sys, "argv", words[at:])
+        args = cli.parse_args(script, "")
+        assert importlib.import_module(f"train_{script}").train(args) == 0
+        return run
+
+    yield train
+    torch.set_num_threads(threads)
+    torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(False)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,13 @@
 """Start the scripts as a user does: in processes of their own, with a time limit."""
 
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,3 +96,90 @@ def kill_strays():
         except (OSError, ValueError):
             continue  # it has ended meanwhile, or belongs to somebody else
     return killed
+
+
+class Training:
+    """Runs of the scripts in one folder, on the digits of ``digits_dir``."""
+
+    def __init__(self, data_dir, folder):
+        self.data_dir, self.folder = data_dir, folder
+
+    def command(self, technique, *flags, ranks=2, launcher=()):
+        """Return the command of a script, for ddp with a standalone torchrun and its flags."""
+        script = f"train_{technique}.py"
+        own = ["--data-dir", self.data_dir, "--run-dir", self.folder, "--threads", 1, *flags]
+        if technique != "ddp":
+            return [sys.executable, script, *own]
+        command = torchrun(ranks, script, *own)
+        return [*command[:3], *launcher, *command[3:]]
+
+    def start(self, technique, *flags, ranks=2, launcher=(), **environment):
+        command = self.command(technique, *flags, ranks=ranks, launcher=launcher)
+        return start(*command, **environment)
+
+    def run(self, technique, *flags, timeout=120, **more):
+        return finish(self.start(technique, *flags, **more), timeout)
+
+    def succeed(self, technique, *flags, **more):
+        ended = self.run(technique, *flags, **more)
+        assert ended.status == 0, ended.text
+        assert "Traceback" not in ended.text, ended.text
+        return ended
+
+    @property
+    def summary(self):
+        return json.loads((self.folder / "summary.json").read_text())
+
+    @property
+    def rows(self):
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").open()]
+
+    @property
+    def checkpoint(self):
+        import torch
+
+        return torch.load(self.folder / "checkpoints" / "last.pt", weights_only=True)
+
+
+def wait_until(condition, process=None, seconds=90):
+    """Wait until something has happened. It has to happen before the process ends."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process is None or process.poll() is None, finish(process).text
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def rank_pids():
+    """Return the process id of each rank that a test has started."""
+    mark, found = f"MNIST_TEST={os.getpid()}", {}
+    for folder in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)):
+        try:
+            variables = (folder / "environ").read_text().split("\0")
+            ranks = [value[5:] for value in variables if value.startswith("RANK=")]
+            if mark in variables and ranks and (folder / "cmdline").read_text():
+                found.setdefault(int(ranks[0]), int(folder.name))  # loader workers have later ids
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def said_by_ranks(ended):
+    """Return the lines of stderr from the script, without those of torchrun and PyTorch's C++."""
+    before, _, _ = ended.stderr.partition(
+        'Traceback (most recent call last):\n  File "<frozen runpy>'
+    )
+    logged = re.compile(r"\[?[WEI]\d{4} |\*{10}|Setting OMP_NUM_THREADS|$")
+    return [line for line in before.splitlines() if not logged.match(line)]
+
+
+def distance(one, other):
+    """Return the largest difference between two state dicts."""
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)

@@ -1,0 +1,142 @@
+"""Models and data sets of a user, for ``--model tests.user_code:...`` and ``--dataset``.
+
+FAULT, such as ``1:7:SIGKILL``, is what happens to a rank in the forward with this number of its
+training, in the first attempt of the job. RECORD names a folder in which every rank writes what it
+saw in each forward of its training.
+"""
+
+import json
+import os
+import signal
+import time
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+import data
+import models
+
+RANK = os.environ.get("RANK", "0")
+ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+class Network(nn.Module):
+    """A network of models.py that records, and that can fail."""
+
+    def __init__(self, name="mlp", dropout=0.0):
+        super().__init__()
+        self.inner, self.dropout = models.MODELS[name](), nn.Dropout(dropout)
+        self.forwards = 0
+
+    def forward(self, images):
+        if self.training:
+            self.forwards += 1
+            self.record(images)
+            self.fail()
+        return self.inner(self.dropout(images))
+
+    def record(self, images):
+        if "RECORD" not in os.environ:
+            return
+        with torch.random.fork_rng(devices=[]):
+            mask = torch.rand(4).tolist()
+        gradient = next(self.parameters()).grad
+        seen = {
+            "places": images.flatten(1).argmax(1).tolist(),
+            "random": mask,
+            "gradient": None if gradient is None else float(gradient.abs().sum()),
+        }
+        with open(f"{os.environ['RECORD']}/{RANK}-{ATTEMPT}", "a") as file:
+            file.write(f"{json.dumps(seen)}\n")
+
+    def fail(self):
+        rank, number, fault = os.environ.get("FAULT", "::").split(":")
+        if (rank, number, ATTEMPT) != (RANK, str(self.forwards), "0"):
+            return
+        if fault.startswith("SIG"):
+            os.kill(os.getpid(), getattr(signal, fault))
+        else:
+            raise ArithmeticError(fault)
+
+
+def network():
+    return Network()
+
+
+def dropout_network():
+    return Network("linear", dropout=0.3)
+
+
+def double_network():
+    """In float64 the order of a sum changes nothing that a test would see."""
+    torch.set_default_dtype(torch.float64)
+    return Network()
+
+
+def basic():
+    return Network("basic")
+
+
+def convnet():
+    return Network("convnet")
+
+
+def digits(data_dir):
+    return data.load("mnist", data_dir)
+
+
+def dots(data_dir):
+    """Images that are all the same, with one bright pixel, which shows how far each is shifted."""
+    images = torch.zeros(512, 28, 28, dtype=torch.uint8)
+    images[:, 14, 14] = 255
+    whole = TensorDataset(images, torch.arange(512) % 10)
+    return whole, whole
+
+
+def partly_labelled(data_dir):
+    """Every seventh sample has the label that is ignored."""
+    for each in (sets := digits(data_dir)):
+        each.tensors[1][::7] = -100
+    return sets
+
+
+def other_labels(data_dir):
+    """Rank 1 numbers the classes in another way."""
+    for each in (sets := digits(data_dir)):
+        each.tensors = (each.tensors[0], (each.tensors[1] + int(RANK)) % 10)
+    return sets
+
+
+class Slow(Dataset):
+    """Each sample needs SLOW seconds, and the file STARTED says that one was begun."""
+
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        # The ranks compare some samples first. SLOW_FROM leaves them out.
+        if os.environ.get("STARTED"):
+            open(os.environ["STARTED"], "a").close()
+        time.sleep(float(os.environ["SLOW"]))
+        return torch.rand(1, 28, 28), index % 10
+
+
+def slow(data_dir):
+    return Slow(), Slow()
+
+
+class Broken(Dataset):
+    """A data set with a mistake in one sample."""
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        if index == 42:
+            raise KeyError("no image 42")
+        return torch.rand(1, 28, 28), index % 10
+
+
+def broken(data_dir):
+    return Broken(), Broken()
