@@ -15,8 +15,8 @@ def test_the_rate_follows_the_global_batch():
 
 
 def test_the_schedule_rises_linearly_and_falls_to_zero():
-    shares = [optim.warmup_cosine(seen, 1000, 200) for seen in (0, 100, 200, 600, 1000)]
-    assert shares == pytest.approx([0.1, 0.55, 1.0, 0.5, 0.0])
+    shares = [optim.warmup_cosine(seen, 1000, 200) for seen in (0, 100, 200, 400, 600, 1000)]
+    assert shares == pytest.approx([0.1, 0.55, 1.0, 0.853553, 0.5, 0.0])
     falling = [optim.warmup_cosine(seen, 1000, 200) for seen in range(200, 1001, 10)]
     assert falling == sorted(falling, reverse=True)
 
