@@ -1,0 +1,205 @@
+"""Run a script as one rank, with stand-ins for what is not here."""
+
+import argparse
+import faulthandler
+import importlib.machinery as machinery
+import importlib.util
+import json
+import os
+import random
+import re
+import signal
+import sys
+import time
+import traceback
+import types
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest.mock import MagicMock
+
+import files
+import loaders
+import numpy as np
+import pretend
+import project
+import record
+import torch
+import torch.multiprocessing as mp
+import training
+
+from record import replaces, state
+
+FOREIGN = "pytorch_lightning|lightning|accelerate|deepspeed|horovod|colossalai|ray"
+PATIENCE = re.compile(r"""\b(\w*patience)\b["']?\s*(?::\s*int\s*)?[=:,][^\n#]*?\b(\d+)\b""", re.I)
+_started: list[BaseProcess] = []  # processes that the script has started: each is a rank
+
+
+def launched(port: int) -> dict[str, Any]:
+    """Return the variables that launchers give to this rank."""
+    rank, world, local, each = state.rank, state.world, state.rank % state.each, state.each
+    found: dict[str, Any] = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local}
+    found |= {"LOCAL_WORLD_SIZE": each, "GROUP_RANK": state.node, "NODE_RANK": state.node}
+    found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "check"}
+    if state.mode == "all":
+        slurm: dict[str, Any] = {"PROCID": rank, "NTASKS": world, "NPROCS": world, "LOCALID": local}
+        slurm |= {"NODEID": state.node, "NNODES": state.nodes, "JOB_NUM_NODES": state.nodes}
+        slurm |= dict.fromkeys(("NTASKS_PER_NODE", "TASKS_PER_NODE", "GPUS_ON_NODE"), each)
+        slurm |= dict.fromkeys(("NODELIST", "JOB_NODELIST", "LAUNCH_NODE_IPADDR"), "127.0.0.1")
+        found |= {f"SLURM_{name}": value for name, value in slurm.items()}
+        found |= {"SLURM_JOBID": 1, "SLURM_JOB_ID": 1, "SLURMD_NODENAME": "localhost"}
+        sizes = {"RANK": rank, "SIZE": world, "LOCAL_RANK": local, "LOCAL_SIZE": each}
+        found |= {f"OMPI_COMM_WORLD_{name}": value for name, value in sizes.items()}
+        found |= {"PMI_RANK": rank, "PMI_SIZE": world}
+    return {name: str(value) for name, value in found.items()}
+
+
+def run(request: dict[str, Any]) -> NoReturn:
+    """Run the script as this rank."""
+    for name, value in (request | {"process": os.getpid(), "began": time.time()}).items():
+        setattr(state, name, value)
+    state.each = state.world // state.nodes
+    state.node = state.rank // state.each
+    state.is_parent = state.mode == "spawn"
+    state.told = open(f"{state.root}/.told{state.rank}", "w", buffering=1)  # noqa: SIM115
+    project.BOUNDS[project.BATCHES] = 2 * state.world  # scripts may divide it by the ranks
+    # If this process aborts, or the check aborts it, this file shows where it waited.
+    faulthandler.enable(open(f"{state.root}/.stack{state.rank}", "w"))  # noqa: SIM115
+    files.confine()
+    signal.alarm(int(request["limit"]) + 60)  # if nobody is left who would end this process
+    os.environ.update(launched(request["port"]) if state.mode != "spawn" else {})
+    os.environ["TMPDIR"] = state.root
+    del os.environ["CUDA_VISIBLE_DEVICES"]
+    os.chdir(os.path.join(state.root, request["folder"]))
+    path, package = f"{state.root}/{request['script']}", request["package"]
+    arguments = [text.replace("{node}", str(state.node)) for text in request["arguments"]]
+    sys.argv = [path, *project.bounded_arguments(arguments)]
+    sys.path[0] = os.getcwd() if package is not None else os.path.dirname(path)
+    for own in (project, record, files, pretend, loaders, training):
+        del sys.modules[own.__name__]  # the script may have modules of these names
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__file__, main.__package__ = path, package
+    if state.is_parent:  # each rank plays the parent of all, so all have to draw alike in it
+        _seed(0)
+    try:
+        exec(compiled(Path(path).read_bytes(), path), vars(main))
+        _run_started()
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            message = f"it ended with exit status {leaving.code}"
+            record.leave("error", message=message, line="")
+    except BaseException as error:
+        _fail(error)
+    record.leave("ended")
+
+
+def _seed(seed: int) -> None:
+    for seeding in (torch.manual_seed, random.seed, np.random.seed):
+        seeding(seed)
+
+
+def _fail(error: BaseException) -> NoReturn:
+    """Report an exception, with the script's own line. The verdict decides what it means."""
+    traceback.print_exception(error)
+    message, line = f"{type(error).__name__}: {error}"[:2000], ""
+    if isinstance(error, ModuleNotFoundError):
+        message = f"it needs the package {error.name}, which is not installed here"
+    how = "waited" if re.search("gloo|onnection (closed|reset)|timed out", message) else "error"
+    trace = traceback.extract_tb(error.__traceback__)
+    is_own = trace[-1].filename.startswith(os.path.dirname(os.path.abspath(__file__)))
+    if is_own and isinstance(error, AttributeError | NameError | TypeError):
+        message = f"inside of the check itself, {message}"
+    for frame in trace:
+        if frame.filename.startswith(state.root):
+            line = record.place(frame.filename, frame.lineno)
+    calls = [item.calls for item in training.wrappers]
+    record.leave(how, message=message, line=line, calls=calls)
+
+
+def compiled(data: Any, path: str) -> types.CodeType:
+    """Compile a file of the script, with its numbers bounded."""
+    text = importlib.util.decode_source(data)
+    if found := re.search(rf"^(?:import|from) ({FOREIGN})\b", text, re.M):
+        record.leave("not judged", message=f"it uses {found[1]}, which is not judged")
+    for name, number in PATIENCE.findall(text):
+        if int(number) > 1:  # in two epochs a patience of one may end
+            what = (
+                f"early stopping, or a plateau: {name} is {number}, and the check runs two epochs"
+            )
+            record.tell("left out", what=what)
+    return compile(project.bounded_code(text), path, "exec", dont_inherit=True)
+
+
+def _run_started(processes: list[Any] | None = None) -> None:
+    """Be one of the processes that the script starts. Rank 0 is their parent afterwards, too."""
+    processes = processes or list(_started)
+    _started.clear()
+    if not processes:
+        return
+    if state.mode != "spawn" or len(processes) != state.each:
+        record.again(len(processes) * state.nodes, "spawn")
+    state.is_parent = False
+    pretend.begin()
+    _seed(1000 + int.from_bytes(os.urandom(3)))
+    processes[state.rank % state.each].run()
+    if state.rank:
+        record.leave("ended")
+    state.is_parent = True
+
+
+@replaces(machinery.SourceFileLoader)
+def source_to_code(real: Any, self: Any, data: Any, path: Any, **keywords: Any) -> Any:
+    is_script = str(path).startswith(state.root)
+    return compiled(data, str(path)) if is_script else real(self, data, path, **keywords)
+
+
+@replaces(argparse.ArgumentParser)
+def parse_known_args(real: Any, self: Any, args: Any = None, namespace: Any = None) -> Any:
+    args = list(sys.argv[1:] if args is None else args)
+    for spelled in ("--local_rank", "--local-rank") if state.mode == "torchrun" else ():
+        option = self._option_string_actions.get(spelled)
+        if option and not {str(a).partition("=")[0] for a in args} & {*option.option_strings}:
+            args.append(f"{spelled}={state.rank % state.each}")
+    found, rest = real(self, args, namespace)
+    bounded = {name: project.bounded(name, value) for name, value in vars(found).items()}
+    vars(found).update(bounded)
+    return found, rest
+
+
+@replaces(time)
+def sleep(real: Any, seconds: float) -> None:
+    """Sleep for a second at most: who sleeps for longer looks like a rank that waits in vain."""
+    real(min(seconds, 1))
+
+
+@replaces(mp, sys.modules["torch.multiprocessing.spawn"])
+def spawn(real: Any, fn: Any, args: Any = (), nprocs: int = 1, *a: Any, **keywords: Any) -> Any:
+    """Be the rank of this number, in place of ``mp.spawn``."""
+    _run_started([mp.Process(target=fn, args=(index, *args)) for index in range(nprocs)])
+    return types.SimpleNamespace(join=lambda *args, **keywords: True, processes=[])
+
+
+replaces(mp, sys.modules["torch.multiprocessing.spawn"], name="start_processes")(spawn)
+
+
+@replaces(BaseProcess)
+def start(real: Any, self: Any) -> None:
+    """Start a helper. A rank waits until all of them are known."""
+    by_script = sys._getframe(2).f_code.co_filename.startswith(state.root)
+    module = sys.modules.get(getattr(self._target or type(self), "__module__", ""))
+    text = project.text_of(Path(getattr(module, "__file__", None) or "nowhere"))
+    if state.groups or not by_script or "init_process_group" not in text:
+        return real(self)
+    self._popen = MagicMock(**{"poll.return_value": 0})
+    _started.append(self)
+
+
+@replaces(BaseProcess)
+def join(real: Any, self: Any, timeout: Any = None) -> None:
+    _run_started()
+    real(self, timeout)
+
+
+sys.dont_write_bytecode = True
+if __name__ == "__main__":
+    run(json.loads(sys.argv[1]))
