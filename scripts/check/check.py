@@ -81,7 +81,8 @@ def check(
         if left_out and "step" not in kinds:
             break  # the files that were left out are not the reason
         report = told
-        if "group" not in kinds and OTHERS.search(text) and mode == "torchrun":
+        has_failed = any(end["how"] == "error" for end in report["ends"].values())
+        if OTHERS.search(text) and mode == "torchrun" and ("group" not in kinds or has_failed):
             wanted = (world, "all", ())
         for end in report["ends"].values():
             wanted = (*end["wants"], ()) if "wants" in end else wanted

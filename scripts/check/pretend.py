@@ -76,22 +76,11 @@ def on_device(device: Any) -> Iterator[None]:
     set_device(before)
 
 
-# Where a tensor says that it is. Once the script has used a GPU, it is told of the GPU.
-PLACES: dict[Any, Any] = {
-    Tensor.device.__get__: lambda: torch.device("cuda", _current),  # type: ignore[attr-defined]
-    Tensor.is_cuda.__get__: lambda: True,  # type: ignore[attr-defined]
-    Tensor.get_device: lambda: _current,
-}
-
-
 class Devices(TorchFunctionMode):
     """Replaces each device in the arguments of a call by the CPU."""
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func in PLACES and _visible:
-            is_script = sys._getframe(1).f_code.co_filename.startswith(state.root)
-            return PLACES[func]() if is_script else func(*args, **kwargs)
         is_first = func in (Tensor.to, Tensor.cuda) and len(args) > 1
         device = args[1] if is_first else kwargs.get("device")
         if func in (Tensor.cuda, Tensor.pin_memory, Tensor.record_stream):
@@ -209,11 +198,9 @@ class Settings(dict[str, Any]):
     """A dictionary whose items are attributes as well, as in ``wandb.config``."""
 
     __getattr__ = dict.__getitem__
-    __setattr__ = dict.__setitem__
 
-    def update(self, *values: Any, allow_val_change: bool = True, **keywords: Any) -> None:
-        for value in (*values, keywords):
-            super().update(value if isinstance(value, dict) else vars(value or keywords))
+    def update(self, values: Any, **options: Any) -> None:
+        super().update(values if isinstance(values, dict) else vars(values))
 
 
 def tracker(name: str) -> MagicMock:
@@ -301,8 +288,8 @@ with contextlib.suppress(ImportError):
 
     for _name, _facts in SETS.items():
         _real = getattr(torchvision.datasets, _name)
-        for _owner in (torchvision.datasets, inspect.getmodule(_real)):
-            setattr(_owner, _name, _drawn(_real, *_facts))
+        for _place in (torchvision.datasets, inspect.getmodule(_real)):
+            setattr(_place, _name, _drawn(_real, *_facts))
     replaces(torchvision.models.ResNet18_Weights.__base__, name="get_state_dict")(_no_weights)
 torch.hub.load_state_dict_from_url = _no_weights  # type: ignore[assignment]
 torch.utils.model_zoo.load_url = _no_weights  # type: ignore[assignment]

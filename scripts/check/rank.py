@@ -14,6 +14,7 @@ import time
 import traceback
 import types
 from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import MagicMock
@@ -27,7 +28,6 @@ import record
 import torch
 import torch.multiprocessing as mp
 import training
-
 from record import replaces, state
 
 FOREIGN = "pytorch_lightning|lightning|accelerate|deepspeed|horovod|colossalai|ray"
@@ -43,11 +43,10 @@ def launched(port: int) -> dict[str, Any]:
     found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "check"}
     if state.mode == "all":
         slurm: dict[str, Any] = {"PROCID": rank, "NTASKS": world, "NPROCS": world, "LOCALID": local}
-        slurm |= {"NODEID": state.node, "NNODES": state.nodes, "JOB_NUM_NODES": state.nodes}
-        slurm |= dict.fromkeys(("NTASKS_PER_NODE", "TASKS_PER_NODE", "GPUS_ON_NODE"), each)
+        slurm |= {"NODEID": state.node, "NNODES": state.nodes, "JOB_ID": 1, "JOBID": 1}
+        slurm |= dict.fromkeys(("NTASKS_PER_NODE", "GPUS_ON_NODE"), each)
         slurm |= dict.fromkeys(("NODELIST", "JOB_NODELIST", "LAUNCH_NODE_IPADDR"), "127.0.0.1")
         found |= {f"SLURM_{name}": value for name, value in slurm.items()}
-        found |= {"SLURM_JOBID": 1, "SLURM_JOB_ID": 1, "SLURMD_NODENAME": "localhost"}
         sizes = {"RANK": rank, "SIZE": world, "LOCAL_RANK": local, "LOCAL_SIZE": each}
         found |= {f"OMPI_COMM_WORLD_{name}": value for name, value in sizes.items()}
         found |= {"PMI_RANK": rank, "PMI_SIZE": world}
@@ -112,8 +111,7 @@ def _fail(error: BaseException) -> NoReturn:
     for frame in trace:
         if frame.filename.startswith(state.root):
             line = record.place(frame.filename, frame.lineno)
-    calls = [item.calls for item in training.wrappers]
-    record.leave(how, message=message, line=line, calls=calls)
+    record.leave(how, message=message, line=line)
 
 
 def compiled(data: Any, path: str) -> types.CodeType:
@@ -198,6 +196,13 @@ def start(real: Any, self: Any) -> None:
 def join(real: Any, self: Any, timeout: Any = None) -> None:
     _run_started()
     real(self, timeout)
+
+
+@replaces(Barrier)
+def wait(real: Any, self: Any, timeout: Any = None) -> int:
+    """Pass a barrier of the script's parent, of which each rank here has a copy of its own."""
+    state.clock += 1
+    return 0
 
 
 sys.dont_write_bytecode = True

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections import namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -41,14 +41,13 @@ Sums = tuple[float, float] | None
 wrappers: list["Watched"] = []
 names: dict[int, str] = {}  # of parameters that were wrapped, by their id
 owners: dict[int, "Watched"] = {}  # the wrapper that averages a parameter, by its id
-ignored: set[int] = set()  # ids of parameters that the script leaves out on purpose
 schedulers: dict[Any, str] = {}  # the line that made each of them
 _counted = record.Nested()
 _forwards = record.Nested()
 _backwards = record.Nested()  # checkpointing computes a part of the forward again in them
 _began: dict[str, int] = {}  # torch's random state when this step got its batch
 _stepping: list[Any] = []  # the parameters of each optimizer whose step has begun
-_optimizers: list[int] = []  # ids in the order of their first steps
+_turns: Counter[int] = Counter()  # number of steps, by the id of the optimizer
 
 
 @replaces(dist, c10d)
@@ -125,9 +124,7 @@ class Watched:
         wrappers.append(self)
         for name, p in ddp.module.named_parameters():
             names[id(p)] = name
-            if name in ddp.parameters_to_ignore:
-                ignored.add(id(p))
-            elif p.requires_grad:
+            if p.requires_grad:
                 owners[id(p)] = self
 
     def note(self, letter: str) -> None:
@@ -148,7 +145,7 @@ def wrap(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
     real(**passed)
     state.clock += 1
     Watched(self)
-    record.tell("wrapped", searches=self.find_unused_parameters)
+    record.tell("wrapped")
     if ids:
         device = pretend.visible()[pretend.use(ids[0])]
         record.tell("two ranks on one device", same=(state.node, device), device=device)
@@ -234,8 +231,6 @@ def _sums(tensor: Any) -> Sums:
 
 def _belongs(parameter: Tensor) -> str:
     """Return "averaged", or what is wrong if the parameter's gradients differ."""
-    if id(parameter) in ignored:
-        return "ignored"
     if id(parameter) in owners:
         return "averaged"
     if any(parameter is other for item in wrappers for other in item.ddp.parameters()):
@@ -263,10 +258,12 @@ def _step_ends(optimizer: Any, args: Any, keywords: Any) -> None:
     if _stepping:  # an optimizer inside of an optimizer
         return
     values = [{**facts, "after": _sums(p)} for p, facts in stepped]
-    if id(optimizer) not in _optimizers:
-        _optimizers.append(id(optimizer))
-    rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    facts = {"rates": rates, "optimizer": _optimizers.index(id(optimizer))}
+    _turns[id(optimizer)] += 1
+    facts: dict[str, Any] = {
+        "optimizer": list(_turns).index(id(optimizer)),
+        "turn": _turns[id(optimizer)],
+    }
+    facts["rates"] = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
     record.tell("step", values=values, wrapped=len(wrappers), **facts)
     for item in {owners[id(p)] for p, _ in stepped if id(p) in owners}:
         item.has_stepped = True

@@ -29,8 +29,6 @@ CAUSES = {
 }
 ERRORS = {  # what an error says, and the finding that explains it
     "Expected to have finished reduction in the prior iteration": "unused parameters",
-    "Expected to mark a variable ready only once": TWO,
-    "has been modified by an inplace operation": TWO,
     "invalid device ordinal": "device by global rank",
 }
 # Each of these findings explains those behind it, which are not said then.
@@ -186,14 +184,6 @@ def conflicts(report: Facts) -> Found:
         yield kind, {"line": line, "what": "; ".join(waits + gone)}
 
 
-def errors(report: Facts) -> Found:
-    """Find errors of DDP itself that name two forwards or backwards."""
-    for end in report["ends"].values():
-        is_two = any(ERRORS[text] == TWO for text in ERRORS if text in end.get("message", ""))
-        if is_two and any(re.search("F[^B]*F|B[^Ff]*B", calls) for calls in end["calls"]):
-            yield TWO, {**end, "what": f"PyTorch says {end['message'].splitlines()[0][:120]}"}
-
-
 def by_ranks(report: Facts) -> Found:
     """Find what a rank told itself, and what ranks did at the same time that only one may do."""
     alike = defaultdict(list)
@@ -213,12 +203,9 @@ def by_ranks(report: Facts) -> Found:
 
 
 def learning(report: Facts) -> Found:
-    """Find settings of DDP that do nothing, and schedules of another length than the training."""
+    """Find no_sync that does nothing, and schedules that are longer than the training."""
     steps = events_of(report, "step")
     values = [value for step in steps for value in step["values"] if value["belongs"] == "averaged"]
-    for event in events_of(report, "wrapped"):
-        if event["searches"] and values and all(v["grad"] and any(v["grad"]) for v in values):
-            yield "needless find_unused_parameters", event
     for calls, lines in (value["log"] for value in values):
         if found := re.search("F[^Bb]*(b)", calls):
             yield "no_sync around the backward", {"line": lines[found.start(1)]}
@@ -249,14 +236,11 @@ def divergence(report: Facts) -> Found:
     alone = 0 < len(loading) < report["world"]
     hint = f" (only rank {loading[0]} loads a checkpoint)" if alone else ""
     sizes = {event["elements"] for event in events_of(report, "combined")}
-    by_optimizer = defaultdict(list)
-    for steps in of_each(report, "step"):
-        counts: defaultdict[int, int] = defaultdict(int)
-        for step in steps:
-            by_optimizer[step["optimizer"], counts[step["optimizer"]]].append(step)
-            counts[step["optimizer"]] += 1
+    by_turn = defaultdict(list)
+    for step in events_of(report, "step"):
+        by_turn[step["optimizer"], step["turn"]].append(step)
     done = set()
-    for (optimizer, _), steps in sorted(by_optimizer.items()):
+    for (optimizer, _), steps in sorted(by_turn.items()):
         averaged = [value for value in steps[0]["values"] if value["belongs"] == "averaged"]
         unused = [value["name"] for value in averaged if value["grad"] is None]
         for values in zip(*(step["values"] for step in steps), strict=False):
@@ -288,7 +272,7 @@ def divergence(report: Facts) -> Found:
 def _cause(together: list[tuple[Facts, Facts]]) -> tuple[str, str, list[Any]]:
     """Return why a parameter differs at a step of several ranks, where, and what differs."""
     steps, values = [step for step, _ in together], [value for _, value in together]
-    if len(values) < 2 or values[0]["belongs"] == "ignored":
+    if len(values) < 2:
         return "", "", []
     belongs, line = values[0]["belongs"], steps[0]["line"]
     before, grads, after = ([value[at] for value in values] for at in ("before", "grad", "after"))
@@ -390,8 +374,8 @@ def evaluation(report: Facts) -> Found:
             yield "other statistics", items[0]
         # What was combined after the whole pass: in it, batches may have been combined.
         ends = [_follows(report, item, "combined", item["clock"]) or [] for item in items]
-        for facts in _means(ends, items, counts):
-            yield "mean of means", {**items[0], **facts}
+        if _is_mean_of_means(ends, counts):
+            yield "mean of means", {**items[0], "counts": " and ".join(map(str, counts))}
 
 
 def _follows(report: Facts, item: Facts, kind: str, since: int | None = None) -> list[Facts] | None:
@@ -409,18 +393,14 @@ def _follows(report: Facts, item: Facts, kind: str, since: int | None = None) ->
     return [event for event in known if event["clock"] > since or events.index(event) > at]
 
 
-def _means(ends: list[list[Facts]], items: list[Facts], counts: list[int]) -> Iterator[Facts]:
-    """Find shares' accuracies that are averaged, or divided by the whole length and averaged."""
+def _is_mean_of_means(ends: list[list[Facts]], counts: list[int]) -> bool:
+    """Whether ranks with unequal shares average their results, and do not combine the counts."""
     values = [[value for event in end for value in event["values"]] for end in ends]
     is_mean = any(event["mean"] for end in ends for event in end)
-    if all(count in own for count, own in zip(counts, values, strict=True)):
-        return
-    own = [any(_is_part(value, n) for value in own) for n, own in zip(counts, values, strict=True)]
-    of_all = [any(_is_part(v, items[0]["length"]) for v in own) for own in values]
-    if len(set(counts)) > 1 and (is_mean or all(own)):
-        yield {"what": f"the mean of the ranks' means, of {' and '.join(map(str, counts))} samples"}
-    elif is_mean and all(of_all) and not all(own):
-        yield {"what": "the mean of numbers that each rank has divided by the whole length"}
+    pairs = list(zip(counts, values, strict=True))
+    are_parts = all(any(_is_part(value, count) for value in own) for count, own in pairs)
+    has_counts = all(count in own for count, own in pairs)
+    return len(set(counts)) > 1 and not has_counts and (is_mean or are_parts)
 
 
 def _is_part(value: float, count: int) -> bool:
@@ -440,5 +420,4 @@ def through(report: Facts) -> Found:
             yield "evaluates through the wrapper", event
 
 
-TOGETHER = (conflicts, errors, by_ranks, divergence, learning)
-COMPARISONS = (*TOGETHER, shares, inputs, evaluation, through)
+COMPARISONS = (conflicts, by_ranks, divergence, learning, shares, inputs, evaluation, through)

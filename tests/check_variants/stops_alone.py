@@ -1,7 +1,6 @@
 """Ranks have different numbers of batches, a layer is not used, and rank 0 stops on its own."""
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from common import Images, loss_of, network, start
 from torch import nn
@@ -21,8 +20,7 @@ model = DistributedDataParallel(network().cuda())
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 part = Subset(Images(600), range(rank, 400 + 200 * rank, world_size))
 loader = DataLoader(part, 64, shuffle=True)  # finds: unequal batches
-patience, best = 0, 0.0
-for epoch in range(8):
+for _ in range(8):
     for images, labels in loader:
         loss = F.cross_entropy(model(images.cuda()), labels.cuda())
         loss.backward()  # finds: a rank stops alone

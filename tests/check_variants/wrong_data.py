@@ -27,7 +27,7 @@ sampler = DistributedSampler(train_part)
 other = DataLoader(train_part, 64, sampler=sampler)  # finds: other data + trains in evaluation mode
 
 raw_model = network(nn.BatchNorm1d(16), nn.Dropout(0.1)).cuda()
-model = DistributedDataParallel(  # finds: two ranks on one device + needless find_unused_parameters
+model = DistributedDataParallel(  # finds: two ranks on one device
     raw_model, find_unused_parameters=True
 )
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -60,7 +60,7 @@ means = DataLoader(test_set, 32, sampler=part)  # finds: mean of means + other s
 share = DataLoader(test_set, 32, sampler=part)  # finds: evaluates a share
 whole = DataLoader(test_set, 32)  # finds: evaluates in training mode
 
-for epoch in range(EPOCHS):
+for _epoch in range(EPOCHS):
     model.eval()
     train(other)
     model.train()
