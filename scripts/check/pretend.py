@@ -199,7 +199,7 @@ class Settings(dict[str, Any]):
 
     __getattr__ = dict.__getitem__
 
-    def update(self, values: Any, **options: Any) -> None:
+    def update(self, values: Any, **options: Any) -> None:  # type: ignore[override]
         super().update(values if isinstance(values, dict) else vars(values))
 
 

@@ -23,7 +23,7 @@ train_part, _ = random_split(train_set, [0.8, 0.2])
 torch.manual_seed(0)
 sampler = DistributedSampler(train_set)
 shared = DataLoader(train_set, 64, sampler=sampler)  # finds: no set_epoch
-sampler = DistributedSampler(train_part)
+sampler = DistributedSampler(train_part, shuffle=False)
 other = DataLoader(train_part, 64, sampler=sampler)  # finds: other data + trains in evaluation mode
 
 raw_model = network(nn.BatchNorm1d(16), nn.Dropout(0.1)).cuda()
