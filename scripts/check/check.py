@@ -45,30 +45,21 @@ SETTINGS |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_DISTRIBUTED_DEBUG": "INFO"}
 TALKING = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/")  # to other ranks
 
 
-def check(
-    script: Path,
-    arguments: list[str],
-    ranks: int = 2,
-    nodes: int = 1,
-    limit: float = 120.0,
-    folder: Path | None = None,
-    package: str | None = None,
-) -> verdict.Verdict:
+def check(script: Path, package: str | None, args: argparse.Namespace) -> verdict.Verdict:
     """Run a script, and judge it. Run it again if it starts its ranks itself, or wants others.
 
-    It runs in ``folder``, or in the current one, for at most ``limit`` seconds. ``package`` is
-    the package of a script that is run as a module.
+    It runs in the current folder. ``package`` is the package of a script that is run as a module.
     """
-    began, script, folder = time.monotonic(), script.resolve(), (folder or Path.cwd()).resolve()
+    began, script, folder = time.monotonic(), script.resolve(), Path.cwd()
     home = project.home_of(script, folder)
     inner = folder.relative_to(home) if folder.is_relative_to(home) else folder
-    request: dict[str, Any] = {"nodes": nodes, "limit": limit, "arguments": arguments}
+    request = {"nodes": args.nodes, "limit": args.limit, "arguments": args.arguments}
     request |= {"script": str(script.relative_to(home)), "folder": str(inner), "package": package}
     text = "".join(map(project.text_of, sorted(script.parent.glob("*.py"))[:20]))
     report: dict[str, Any] = {}
     tried: list[Any] = []
-    wanted: tuple[int, str, tuple[str, ...]] = (ranks, "torchrun", ())
-    while wanted not in tried and 2 <= wanted[0] <= MOST_RANKS and wanted[0] % nodes == 0:
+    wanted: tuple[int, str, tuple[str, ...]] = (args.ranks, "torchrun", ())
+    while wanted not in tried and 2 <= wanted[0] <= MOST_RANKS and wanted[0] % args.nodes == 0:
         tried.append(wanted)
         world, mode, left_out = wanted
         with tempfile.TemporaryDirectory(prefix="check-", ignore_cleanup_errors=True) as place:
@@ -193,8 +184,7 @@ def main() -> int:
         parser.error(f"--ranks is 2 to {MOST_RANKS}, and a multiple of --nodes")
     if not importlib.util.find_spec("torch"):
         parser.error(f"{sys.executable} has no torch: use the Python of your script")
-    counts = (args.ranks, args.nodes, args.limit)
-    found = check(script, args.arguments, *counts, package=package)
+    found = check(script, package, args)
     print(json.dumps(found, default=vars, indent=2) if args.json else found)
     return found.status
 

@@ -104,12 +104,13 @@ def marks() -> dict[str, int]:
     return {name: digest(get()) for name, (get, _) in GENERATORS.items()}
 
 
-def tell_draws(where: str, before: dict[str, int], seed: int | None = None) -> None:
+def tell_draws(where: str, before: dict[str, int], key: str = "", seed: int | None = None) -> None:
     """Tell from which states numbers were drawn since: equal states draw equal numbers."""
     for name, after in marks().items():
         if after != before.get(name, after):
             mark = before[name] if seed is None else seed
-            record.tell("equal random numbers", same=(where, name, mark), where=where, name=name)
+            same = (where, key, name, mark)
+            record.tell("equal random numbers", same=same, where=where, name=name)
 
 
 @contextlib.contextmanager
@@ -272,7 +273,7 @@ def batches(real: Any, self: Any) -> Iterator[Any]:
                     break
                 if not (facts["workers"] and facts["seeded"]):
                     seed = iterator._base_seed if facts["workers"] else None
-                    tell_draws("for their samples", item.before, seed)
+                    tell_draws("for their samples", item.before, item.key, seed)
             item.is_fresh = True
             yield batch
         item.complete = True

@@ -35,22 +35,23 @@ PATIENCE = re.compile(r"""\b(\w*patience)\b["']?\s*(?::\s*int\s*)?[=:,][^\n#]*?\
 _started: list[BaseProcess] = []  # processes that the script has started: each is a rank
 
 
-def launched(port: int) -> dict[str, Any]:
-    """Return the variables that launchers give to this rank."""
-    rank, world, local, each = state.rank, state.world, state.rank % state.each, state.each
-    found: dict[str, Any] = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local}
-    found |= {"LOCAL_WORLD_SIZE": each, "GROUP_RANK": state.node, "NODE_RANK": state.node}
-    found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "check"}
-    if state.mode == "all":
-        slurm: dict[str, Any] = {"PROCID": rank, "NTASKS": world, "NPROCS": world, "LOCALID": local}
-        slurm |= {"NODEID": state.node, "NNODES": state.nodes, "JOB_ID": 1, "JOBID": 1}
-        slurm |= dict.fromkeys(("NTASKS_PER_NODE", "GPUS_ON_NODE"), each)
-        slurm |= dict.fromkeys(("NODELIST", "JOB_NODELIST", "LAUNCH_NODE_IPADDR"), "127.0.0.1")
-        found |= {f"SLURM_{name}": value for name, value in slurm.items()}
-        sizes = {"RANK": rank, "SIZE": world, "LOCAL_RANK": local, "LOCAL_SIZE": each}
-        found |= {f"OMPI_COMM_WORLD_{name}": value for name, value in sizes.items()}
-        found |= {"PMI_RANK": rank, "PMI_SIZE": world}
-    return {name: str(value) for name, value in found.items()}
+def launched(port: int) -> dict[str, str]:
+    """Return the variables that launchers give to this rank: torchrun, or all of them."""
+    values = {
+        "RANK SLURM_PROCID OMPI_COMM_WORLD_RANK PMI_RANK": state.rank,
+        "WORLD_SIZE SLURM_NTASKS SLURM_NPROCS OMPI_COMM_WORLD_SIZE PMI_SIZE": state.world,
+        "LOCAL_RANK SLURM_LOCALID OMPI_COMM_WORLD_LOCAL_RANK": state.rank % state.each,
+        "LOCAL_WORLD_SIZE SLURM_NTASKS_PER_NODE OMPI_COMM_WORLD_LOCAL_SIZE": state.each,
+        "GROUP_RANK NODE_RANK SLURM_NODEID": state.node,
+        "SLURM_NNODES SLURM_JOB_NUM_NODES": state.nodes,
+        "SLURM_GPUS_ON_NODE": state.each,
+        "MASTER_ADDR SLURM_NODELIST SLURM_JOB_NODELIST SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID SLURM_JOB_ID SLURM_JOBID": 1,
+    }
+    found = {name: str(value) for names, value in values.items() for name in names.split()}
+    others = ("SLURM", "OMPI", "PMI") if state.mode != "all" else ()
+    return {name: value for name, value in found.items() if not name.startswith(others)}
 
 
 def run(request: dict[str, Any]) -> NoReturn:
