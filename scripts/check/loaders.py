@@ -7,7 +7,6 @@ short epoch by their own rules, and the script's loops end by themselves.
 import contextlib
 import functools
 import random
-import sys
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -61,15 +60,7 @@ def random_split(real: Any, dataset: Any, lengths: Any, *args: Any, **keywords: 
 def _shorten(kind: Any) -> None:
     """Let the data sets of a class, and of those below it, tell short lengths."""
     if real := vars(kind).get("__len__"):
-
-        @functools.wraps(real)
-        def length(self: Any) -> int:
-            is_script = sys._getframe(1).f_code.co_filename.startswith(state.root)
-            if is_script and any(item.evaluated for item in latest):
-                record.tell("asks for the length")
-            return shorter(real(self))
-
-        kind.__len__ = length
+        kind.__len__ = functools.wraps(real)(lambda self: shorter(real(self)))
     for child in kind.__subclasses__():
         _shorten(child)
 

@@ -55,13 +55,6 @@ def use(device: Any = None) -> int:
     return index
 
 
-def begin() -> None:
-    """Forget the GPU in use, as a new process begins without one."""
-    global _current
-    _current = 0
-    _visible.clear()
-
-
 def set_device(device: Any) -> None:
     global _current
     _current = use(device)

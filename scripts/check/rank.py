@@ -138,7 +138,6 @@ def _run_started(processes: list[Any] | None = None) -> None:
     if state.mode != "spawn" or len(processes) != state.each:
         record.again(len(processes) * state.nodes, "spawn")
     state.is_parent = False
-    pretend.begin()
     _seed(1000 + int.from_bytes(os.urandom(3)))
     processes[state.rank % state.each].run()
     if state.rank:

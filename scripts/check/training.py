@@ -2,8 +2,7 @@
 
 import os
 import re
-from collections import Counter, namedtuple
-from collections.abc import Iterator
+from collections import Counter
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.modules.module import (
+    _IncompatibleKeys,
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
@@ -36,7 +36,6 @@ MOST_VALUES = 64  # of a result of an evaluation
 SHOWN = 40  # steps that are compared
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
-Loaded = namedtuple("Loaded", "missing_keys unexpected_keys")
 Sums = tuple[float, float] | None
 wrappers: list["Watched"] = []
 names: dict[int, str] = {}  # of parameters that were wrapped, by their id
@@ -68,17 +67,15 @@ def init_process_group(real: Any, *args: Any, **keywords: Any) -> None:
     real("gloo", store=store, rank=state.rank, world_size=world, timeout=wait)
 
 
-def _numbers(value: Any) -> Iterator[float]:
-    """Yield the numbers of a result, as of a metric. Large tensors are no metric."""
+def _numbers(value: Any) -> list[float]:
+    """Return the numbers of a result, as of a metric. Large tensors are no metric."""
     if isinstance(value, Tensor):
-        value = value.detach().flatten().tolist() if value.numel() <= MOST_VALUES else ()
+        value = value.detach().flatten().tolist() if value.numel() <= MOST_VALUES else []
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):
-        for item in value[:MOST_VALUES]:
-            yield from _numbers(item)
-    elif isinstance(value, int | float):
-        yield float(value)
+        return [number for item in value[:MOST_VALUES] for number in _numbers(item)]
+    return [float(value)] if isinstance(value, int | float) else []
 
 
 def _count(real: Any, *args: Any, **keywords: Any) -> Any:
@@ -90,7 +87,7 @@ def _count(real: Any, *args: Any, **keywords: Any) -> Any:
     if re.search("reduce|gather", name):
         sent = next((passed[key] for key in SENT if passed.get(key) is not None), None)
         elements = sent.numel() if isinstance(sent, Tensor) else 0
-        facts = {"values": list(_numbers(sent)), "mean": "AVG" in str(passed.get("op"))}
+        facts = {"values": _numbers(sent), "mean": "AVG" in str(passed.get("op"))}
         record.tell("combined", elements=elements, **facts)
     if name == "new_group":
         passed["backend"] = "gloo"
@@ -203,7 +200,7 @@ register_module_forward_hook(_module_ends, always_call=True)
 @replaces(nn.Module)
 def load_state_dict(real: Any, self: Any, values: Any, *args: Any, **keywords: Any) -> Any:
     if values is pretend.NO_WEIGHTS:
-        return Loaded([], [])
+        return _IncompatibleKeys([], [])
     for item in wrappers:
         if self is item.ddp or id(self) in item.modules:
             item.note("L")

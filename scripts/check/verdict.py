@@ -357,40 +357,37 @@ def evaluation(report: Facts) -> Found:
     for items in _passes(report, "evaluation"):
         counts = [len(item["samples"]) for item in items]
         is_shared = len({str(item["samples"]) for item in items}) > 1
-        combined, asks = _follows(report, items[0], "combined"), []
+        combined = _combined(report, items[0], items[0]["begun"])
         if items[0]["pads"]:
             level = "WARN" if combined and is_shared else "NOTE"
             yield "padded evaluation", {**items[0], "level": level}
         if not is_shared or combined is None or 0 in counts or not items[0]["complete"]:
             continue
         if not combined:
-            asks = _follows(report, items[0], "asks for the length") or []
-            whole = ", and the script divides by the whole length" if asks else ""
-            facts = {"counts": " + ".join(map(str, counts)), "whole": whole}
-            yield "evaluates a share", {**items[0], **facts}
+            yield "evaluates a share", {**items[0], "counts": " + ".join(map(str, counts))}
             continue
         models = zip(*(item["buffers"] or () for item in items), strict=False)
         if any(_differ(list(values), 1e-6) for values in models):
             yield "other statistics", items[0]
-        # What was combined after the whole pass: in it, batches may have been combined.
-        ends = [_follows(report, item, "combined", item["clock"]) or [] for item in items]
+        # Only what was combined after the pass: in it, batches may have been combined.
+        ends = [_combined(report, item, item["clock"] - 1) or [] for item in items]
         if _is_mean_of_means(ends, counts):
             yield "mean of means", {**items[0], "counts": " and ".join(map(str, counts))}
 
 
-def _follows(report: Facts, item: Facts, kind: str, since: int | None = None) -> list[Facts] | None:
-    """Return events that belong to an evaluation: those before training goes on or ends.
+def _combined(report: Facts, item: Facts, since: int) -> list[Facts] | None:
+    """Return what combined an evaluation's results, after the given number of collectives.
 
-    None if it did neither, as in a run that was cut.
+    None if the training neither went on nor ended after it, as in a run that was cut.
     """
-    since = item["begun"] if since is None else since
     events = [event for event in report["events"] if event["rank"] == item["rank"]]
-    at = events.index(item)
-    steps = [place for place, event in enumerate(events) if event["kind"] == "step" and place > at]
+    rest = events[events.index(item) :]
+    steps = [event["clock"] for event in rest if event["kind"] == "step"]
     if not steps and report["ends"][item["rank"]]["how"] != "ended":
         return None
-    known = [event for event in events[: min(steps, default=None)] if event["kind"] == kind]
-    return [event for event in known if event["clock"] > since or events.index(event) > at]
+    until = min(steps, default=math.inf)
+    combined = [event for event in events if event["kind"] == "combined"]
+    return [event for event in combined if since < event["clock"] <= until]
 
 
 def _is_mean_of_means(ends: list[list[Facts]], counts: list[int]) -> bool:
