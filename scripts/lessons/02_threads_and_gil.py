@@ -53,10 +53,8 @@ def beside_process(rank: int, world_size: int) -> int:
     return count_while(lambda: not meeting.is_completed())
 
 
-python, product, process = (
-    *map(beside_thread, (in_python, in_torch)),
-    lesson.run(beside_process, 2)[1],
-)
+python, product = beside_thread(in_python), beside_thread(in_torch)
+process = lesson.run(beside_process, 2)[1]
 print("This thread ran, times:")
 print(f"  {python:4} while another thread was in sum(range(...))")
 print(f"  {product:4} while another thread was in a torch product")

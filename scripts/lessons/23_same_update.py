@@ -66,16 +66,4 @@ assert min(off[change] for change in HARMFUL) > 1e-3
 assert 0.4 < off["half the steps, twice the batch"] < 0.6
 assert off[AND_RATE] < 0.1
 
-
-def adam(gradient: float) -> float:
-    weight = nn.Parameter(torch.zeros(1))
-    weight.grad = torch.tensor([gradient])
-    torch.optim.Adam([weight], lr=0.01).step()
-    return weight.item()
-
-
-# Adam hides a sum that should be a mean: its step does not grow with the gradient.
-print(f"Adam's first step: {adam(-102.0):.4f} with a mean, {adam(-816.0):.4f} with a sum of eight")
-assert abs(adam(-102.0) - adam(-816.0)) < 1e-6
-
 lesson.claim("with equal shares DDP makes one device's update, except for BatchNorm and dropout.")

@@ -82,8 +82,7 @@ gain = {}
 for share in (32, 2):
     means = [sum(accuracy(share, n, seed) for seed in range(4)) / 4 for n in (RANKS, 1)]
     gain[share] = means[1] - means[0]
-    print(f"{share:2} samples on each of {RANKS} ranks: {means[0]:.1%} with each share's", end=" ")
-    print(f"statistics, {means[1]:.1%} with those of all")
+    print(f"{share:2} samples on each rank: {means[0]:.1%} by shares, {means[1]:.1%} by all ranks")
 assert abs(gain[32]) < 0.01
 assert gain[2] > 0.05
 
