@@ -15,6 +15,10 @@ LESSONS = sorted(FOLDER.glob("[0-9]*.py"))
 # One of each kind. The others take a few seconds each, and are slow together.
 QUICK = {"01_one_step", "03_data_parallel_by_hand", "15_accuracy", "26_never_averaged"}
 LONG = {"03_data_parallel_by_hand", "11_ddp_by_hand"}
+CASES = [
+    pytest.param(path, id=path.stem, marks=() if path.stem in QUICK else pytest.mark.slow)
+    for path in LESSONS
+]
 HANG = """
 import time
 import _lesson as lesson
@@ -28,12 +32,6 @@ lesson.TIME_LIMIT = 2
 lesson.start("Does this ever end?")
 lesson.run(work, 2)
 """
-
-
-def lessons():
-    for path in LESSONS:
-        marks = () if path.stem in QUICK else pytest.mark.slow
-        yield pytest.param(path, id=path.stem, marks=marks)
 
 
 def code_lines(path):
@@ -52,7 +50,7 @@ def code_lines(path):
     return len(lines - left_out)
 
 
-@pytest.mark.parametrize("path", lessons())
+@pytest.mark.parametrize("path", CASES)
 def test_lesson_ends_with_its_claim(path, tmp_path):
     question = ast.get_docstring(ast.parse(path.read_text())).splitlines()[0]
     lines = succeed(sys.executable, path, cwd=tmp_path).stdout.splitlines()

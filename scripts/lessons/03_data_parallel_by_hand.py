@@ -126,6 +126,4 @@ print(f"After a forward of 512: self.calls is {counter.calls}, a buffer changed 
 print(f"{counter.in_place:.0f}, a buffer that was assigned {counter.assigned:.0f}")
 assert (counter.calls, counter.in_place, counter.assigned) == (0, 256, 0)
 
-lesson.claim(
-    "DP copies the model in every step, adds up the gradients, and loses what a forward sets."
-)
+lesson.claim("DP copies the model in each step, adds up gradients, and loses what a forward sets.")

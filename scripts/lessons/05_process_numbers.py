@@ -57,6 +57,7 @@ for title, output in zip(commands, outputs, strict=True):
     lines.append(sorted(line for line in output.splitlines() if "RANK=" in line))
     print(f"{title}:", *lines[-1], sep="\n  ")
 
+assert len(lines[0] + lines[1]) == 4
 # rank = node_rank * nproc_per_node + local rank. node_rank is the number of the machine.
 for rank, line in enumerate(lines[0] + lines[1]):
     node_rank, local_rank = divmod(rank, NPROC_PER_NODE)
@@ -67,6 +68,4 @@ for rank, line in enumerate(lines[0] + lines[1]):
 assert "LOCAL_RANK=0" in lines[2][0]
 assert "--local-rank=0" in lines[2][0]
 
-lesson.claim(
-    "rank = node_rank * nproc_per_node + local rank, and world size = nnodes * nproc_per_node."
-)
+lesson.claim("rank = node_rank * nproc_per_node + local rank; world size = nnodes * nproc_per_node")

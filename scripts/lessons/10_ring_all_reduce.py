@@ -67,6 +67,4 @@ print(
 print(f"receive and send {2 * (n - 1)} times the data.")
 assert all(sent == 2 * (n - 1) / n for _, sent, _ in ranks)
 
-lesson.claim(
-    "ring all-reduce takes 2 (n - 1) steps, and each rank sends 2 (n - 1) / n times the data."
-)
+lesson.claim("it takes 2 (n - 1) steps, and each rank sends 2 (n - 1) / n times the data.")

@@ -83,6 +83,4 @@ with zero_first(-1):
 said = lesson.error_of(dist.barrier)
 assert "not been initialized" in said
 
-lesson.claim(
-    "the first process of each disk prepares its data; a barrier makes others wait, no more."
-)
+lesson.claim("one process for each disk prepares the data; a barrier makes the others wait.")

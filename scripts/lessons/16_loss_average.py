@@ -69,6 +69,4 @@ assert 0.01 < off[1] < off[0]
 assert abs(off[2] - 0.5) < 1e-9
 assert off[3] < 1e-12
 
-lesson.claim(
-    "divide the sum of a step's losses by its tokens on all ranks, and multiply by world size."
-)
+lesson.claim("divide a step's summed losses by all ranks' tokens, and multiply by the world size.")

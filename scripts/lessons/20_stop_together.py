@@ -80,6 +80,4 @@ assert show(stop_early, "its own loss") == [4, 7]
 assert show(stop_early, "one flag for all") == [4, 4]
 assert show(stop_early, "the mean loss") == [7, 7]
 
-lesson.claim(
-    "the others wait, fail, or add wrong numbers; give all ranks the same number of steps."
-)
+lesson.claim("the others wait, fail, or add wrong numbers; all ranks need equally many steps.")

@@ -86,6 +86,4 @@ assert ranks[0][1] == ranks[1][1] == order
 print(f"DDP with device_ids: {ranks[0][2]}")
 assert "single-device" in ranks[0][2]
 
-lesson.claim(
-    "DDP averages both halves, without device_ids; the halves compute one after the other."
-)
+lesson.claim("DDP averages both halves without device_ids; the halves compute one after the other.")
