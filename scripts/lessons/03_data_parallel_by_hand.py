@@ -3,7 +3,7 @@
 Without GPUs nn.DataParallel only calls the model. So its steps are done by hand here, on CPU cores:
 scatter the batch, replicate the model, run each replica in a thread of its own, and gather the
 outputs. The backward goes the same way back. On GPUs each replica has a device of its own, and DP
-moves data and weights between them. Here a copy within one memory takes the place of each move.
+moves data and weights between them. Here each move is a copy within one memory.
 """
 
 import copy

@@ -40,7 +40,7 @@ def work(rank: int, world_size: int) -> list[Tensor]:
     own, found = sum(TOKENS[rank]), []
     of_all = torch.tensor(own)
     dist.all_reduce(of_all)  # before the first backward: one small collective in each step
-    # DDP divides the ranks' sum by world_size, which the last divisor takes back.
+    # DDP divides the ranks' sum by world_size. The last divisor undoes that.
     divisors = (None, own, of_all.item(), of_all.item() / world_size)
     for divisor in divisors:
         model = DistributedDataParallel(build())

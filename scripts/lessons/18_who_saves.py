@@ -23,7 +23,7 @@ def load(path: Path) -> float:
 
 
 def in_place(rank: int, world_size: int, path: Path) -> float:
-    if rank == 1:  # comes to the middle of a torch.save, which empties the file and fills it
+    if rank == 1:  # is in the middle of a torch.save, which empties the file and then fills it
         torch.save(MODEL, path)
         os.truncate(path, path.stat().st_size // 2)
     dist.barrier()
@@ -50,7 +50,7 @@ def no_second_barrier(rank: int, world_size: int, path: Path) -> float:
 
 def right(rank: int, world_size: int, path: Path) -> float:
     if rank == 0:
-        time.sleep(1)
+        time.sleep(1)  # slow here, too, so that the barrier matters
         torch.save(MODEL, path.with_suffix(".tmp"))
         os.replace(path.with_suffix(".tmp"), path)  # a reader gets the old file or the new one
     dist.barrier()  # nobody loads before rank 0 has saved

@@ -1,8 +1,8 @@
 """Do the ranks share batch normalisation, and does SyncBatchNorm raise the accuracy?
 
-By default each rank normalises its share by its own statistics. SyncBatchNorm takes those of all
-ranks, for which every layer waits for every rank. It runs on GPUs only. So the second part imitates
-eight ranks in one process: a layer that normalises each share, or the whole batch.
+By default each rank normalises its share by its own statistics. SyncBatchNorm uses those of all
+ranks, so every layer waits for every rank, which is slower. It runs on GPUs only. So the second
+part imitates eight ranks in one process: a layer that normalises each share, or the whole batch.
 """
 
 from typing import Any
