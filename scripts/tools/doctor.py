@@ -178,7 +178,7 @@ def measure(backend: str) -> str:
         RuntimeError: what PyTorch says, or the sum is wrong.
     """
     n, medians, device = WORLD_SIZE, [], "cpu" if backend == "gloo" else "cuda"
-    group = dist.new_group(backend=backend)
+    group: Any = dist.new_group(backend=backend)
     large = 2**22 if backend == "gloo" else 2**26
     for size in (4, large):
         seconds = []
