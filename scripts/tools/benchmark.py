@@ -1,8 +1,8 @@
 """Measure one device, DP and DDP on this machine: which is faster, and by how much?
 
     python scripts/tools/benchmark.py
-    python scripts/tools/benchmark.py --devices 2,4,8 --plot speed.png -- --model resnet18 --amp bf16
-    python scripts/tools/benchmark.py --runs runs/first runs/second     compare finished runs instead
+    python scripts/tools/benchmark.py --devices 2,4,8 --plot speed.png -- --model resnet18
+    python scripts/tools/benchmark.py --runs runs/first runs/second    compare finished runs instead
 
 It starts the training scripts in turns, and reads the images/s that they report. All of them train
 on the same images with the same global batch, and have as many CPU threads for each device. A
@@ -20,7 +20,7 @@ import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -37,7 +37,7 @@ class Setting(NamedTuple):
     threads: int
 
     def __str__(self) -> str:
-        return f"{self.technique} on {self.devices}, {self.threads} threads"
+        return f"{self.technique} on {self.devices} with {self.threads} CPU threads"
 
 
 Speeds = dict[Setting, dict[int, float]]  # images/s of each round
