@@ -93,13 +93,7 @@ def train(setting: Setting, steps: int, args: argparse.Namespace) -> float:
     launcher, processes = [sys.executable], 1
     if technique == "ddp":
         processes = devices
-        launcher += [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node",
-            str(devices),
-        ]
+        launcher += f"-m torch.distributed.run --standalone --nproc_per_node {devices}".split()
     with tempfile.TemporaryDirectory() as folder:
         flags = {
             "--run-dir": folder,
