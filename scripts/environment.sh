@@ -16,8 +16,8 @@ import sys
 from importlib.metadata import version
 from packaging.requirements import Requirement  # which tensorboard brings
 
-lines = [line for file in sys.argv[1:] for line in open(file) if not line.startswith(("#", "\n"))]
-wanted = [Requirement(line) for line in lines]
+lines = [line.partition("#")[0].strip() for file in sys.argv[1:] for line in open(file)]
+wanted = [Requirement(line) for line in lines if line]
 sys.exit(not all(one.specifier.contains(version(one.name), prereleases=True) for one in wanted))
 END
 }
@@ -44,7 +44,7 @@ make_environment() {
             "${*/#/-r }), or name a new folder in VENV"
     fi
     echo "Installing ${*} in $VENV: minutes, and 6 GB (without a GPU 1 GB, if you have uv)" >&2
-    install "$@" >"$VENV.log" 2>&1 || 
+    install "$@" >"$VENV.log" 2>&1 ||
         fail "the packages could not be installed ($(tail -n 1 "$VENV.log")): is this Python 3.11" \
             "or later, is python3-venv installed, and can the package index be reached?"
     rm "$VENV.log"
