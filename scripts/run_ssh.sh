@@ -20,12 +20,12 @@ for name in NPROC_PER_NODE MASTER_PORT SCRIPT; do
     [[ -z ${!name:-} ]] || settings+=("$name=${!name}")
 done
 
-jobs=() keys=() status=0
+jobs=() keys=() status=0 deadline=$((SECONDS + 10 ** 9))
 stop_all() { # with the exit status $1
     ((status > 0)) || status=$1
     # On the terminals that -tt makes this byte is Ctrl-C.
     for key in "${keys[@]}"; do printf '\003' >&"$key"; done
-    (sleep 60 && kill "${jobs[@]}") 2>/dev/null & # those that do not answer
+    deadline=$((SECONDS + 60)) # for those that do not answer
 }
 trap 'stop_all 130' INT
 trap 'stop_all 143' TERM HUP
@@ -43,6 +43,7 @@ done
 while ((${#jobs[@]} > 0)); do
     sleep 0.2 || true # Ctrl-C ends it too
     for node in "${!jobs[@]}"; do
+        ((SECONDS < deadline)) || kill "${jobs[node]}" 2>/dev/null || true
         if kill -0 "${jobs[node]}" 2>/dev/null; then continue; fi
         ended=0
         wait "${jobs[node]}" || ended=$?

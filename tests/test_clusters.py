@@ -3,6 +3,7 @@
 import getpass
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -19,7 +20,8 @@ from tests.processes import ROOT, finish, run, start, succeed
 
 pytestmark = pytest.mark.slow
 DOCTOR = ROOT / "scripts" / "tools" / "doctor.py"
-SHORT = "--dataset synthetic --model linear --threads 1 --no-tensorboard --no-progress".split()
+SHORT = ["--dataset", "synthetic", "--model", "linear", "--threads", "1"]
+SHORT += ["--no-tensorboard", "--no-progress"]
 ENDLESS = [*SHORT, "--epochs", 100000]
 
 
@@ -103,10 +105,10 @@ def slurm(tmp_path_factory):
 class Job:
     """A job of scripts/slurm.sbatch, on two nodes with a process each."""
 
-    def __init__(self, slurm, folder, *flags):
+    def __init__(self, slurm, folder, data_dir, *flags):
         self.slurm, self.output, self.run_dir = slurm, folder / "out", folder / "run"
         words = ["--parsable", "--cpus-per-task", 1, "--output", self.output]
-        flags = [*flags, "--data-dir", folder / "data"]
+        flags = [*flags, "--data-dir", data_dir]
         settings = {"RUN_DIR": str(self.run_dir), "NPROC_PER_NODE": "1", **slurm}
         script = ROOT / "scripts" / "slurm.sbatch"
         self.number = succeed("sbatch", *words, script, *flags, **settings).stdout.strip()
@@ -119,16 +121,18 @@ class Job:
         return self.output.read_text() if self.output.exists() else ""
 
 
-def test_a_job_of_slurm_runs_on_two_nodes(slurm, tmp_path):
-    job = Job(slurm, tmp_path, *SHORT, "--max-steps", 5)
+def test_a_job_of_slurm_runs_on_two_nodes(slurm, digits_dir, tmp_path):
+    job = Job(slurm, tmp_path, digits_dir, *SHORT, "--max-steps", 5)
     wait_until(lambda: job.state() not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"))
     assert job.state() == "COMPLETED", job.text()
     assert f"job {job.number}, attempt 1" in job.text()
     assert summary(job.run_dir)["world_size"] == 2
 
 
-def test_a_job_of_slurm_goes_on_after_its_time_limit_but_not_after_scancel(slurm, tmp_path):
-    job = Job(slurm, tmp_path, *ENDLESS)
+def test_a_job_of_slurm_goes_on_after_its_time_limit_but_not_after_scancel(
+    slurm, digits_dir, tmp_path
+):
+    job = Job(slurm, tmp_path, digits_dir, *ENDLESS)
     wait_until((job.run_dir / "metrics.jsonl").exists)
     # This is what --signal=B:USR1@90 sends when 90 seconds are left.
     succeed("scancel", "--batch", "--signal=USR1", job.number, **slurm)
@@ -141,9 +145,13 @@ def test_a_job_of_slurm_goes_on_after_its_time_limit_but_not_after_scancel(slurm
         return f"job {job.number}, attempt 2" in job.text()
 
     wait_until(runs_again, 200)
-    epochs = len((job.run_dir / "metrics.jsonl").read_text().splitlines())
-    wait_until(lambda: len((job.run_dir / "metrics.jsonl").read_text().splitlines()) > epochs)
-    assert json.loads((job.run_dir / "metrics.jsonl").read_text().splitlines()[-1])["epoch"] > 1
+    step = int(re.search(r"saved at step (\d+)", job.text())[1])
+
+    def went_on():
+        rows = (job.run_dir / "metrics.jsonl").read_text().splitlines()
+        return rows and json.loads(rows[-1])["global_step"] > step
+
+    wait_until(went_on)
     succeed("scancel", job.number, **slurm)
     wait_until(lambda: job.state() in ("CANCELLED", ""))
     assert job.text().count("is queued again") == 1
@@ -191,19 +199,26 @@ def sshd(tmp_path):
     finish(daemon)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_run_ssh_trains_on_both_hosts_and_a_signal_stops_and_saves(
-    number, sshd, digits_dir, tmp_path
-):
+@pytest.mark.parametrize("how", ["SIGTERM to run_ssh.sh", "SIGKILL to a rank"])
+def test_run_ssh_trains_on_both_hosts_and_ends_on_both(how, sshd, digits_dir, tmp_path):
     environment = {"SSH": sshd, "HOSTS": "127.0.0.1 127.0.0.2", "NPROC_PER_NODE": "1"}
     environment |= {"MASTER_PORT": str(free_port())}
     flags = [*ENDLESS, "--data-dir", digits_dir, "--run-dir", tmp_path / "run"]
     process = start(ROOT / "scripts" / "run_ssh.sh", *flags, **environment)
-    wait_until((tmp_path / "run" / "metrics.jsonl").exists)
-    process.send_signal(number)
-    ended = finish(process, 60)
-    assert ended.status == (130 if number == signal.SIGINT else 143), ended.text
-    assert "[127.0.0.1] stopped and saved at step" in ended.stdout
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and "epoch" in metrics.read_text())
+    if how == "SIGTERM to run_ssh.sh":
+        process.terminate()
+        ended = finish(process, 60)
+        assert ended.status == 143, ended.text
+        assert "[127.0.0.1] stopped and saved at step" in ended.stdout
+    else:
+        pids = succeed("pgrep", "-f", f"train_ddp.py.*{tmp_path}/run").stdout.split()
+        (rank,) = [p for p in pids if b"\0RANK=1\0" in Path(f"/proc/{p}/environ").read_bytes()]
+        os.kill(int(rank), signal.SIGKILL)
+        ended = finish(process, 90)
+        assert ended.status == 1, ended.text
+        assert "ended with status 1, so the others stop" in ended.stderr
     assert "[127.0.0.2] " in ended.stdout
 
 
@@ -260,7 +275,7 @@ def test_the_doctor_finds_the_machine_that_resolves_its_name_to_loopback(on_mach
     assert first.status == 1
     assert "error: on node1 the name node1 leads to 127.0.1.1" in first.stdout
     assert "write 10.77.1.2 into its /etc/hosts" in first.stdout
-    assert "ok: gloo on node0 uses 10.77.0.2" in first.stdout
+    assert "ok: ranks [0] are on node0, where gloo uses 10.77.0.2" in first.stdout
     # The advice is right: with it the doctor measures, and finds nothing.
     both = on_machines(f"{sys.executable} {DOCTOR} --timeout 20", GLOO_SOCKET_IFNAME="eth0")
     assert [ended.status for ended in both] == [0, 0], both

@@ -123,6 +123,7 @@ def find_facts() -> dict[str, Any]:
         "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
         "shm": shm.f_bavail * shm.f_frsize // 2**20,
         "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "gpu": "no GPU",
     }
     if torch.cuda.is_available():
         index = LOCAL_RANK % torch.cuda.device_count()  # as train_ddp.py chooses it
@@ -134,14 +135,22 @@ def find_facts() -> dict[str, Any]:
     return facts
 
 
+def ranks_by(name: str, ranks: list[dict[str, Any]]) -> dict[str, list[int]]:
+    """Return which ranks have each value of a fact."""
+    found: dict[str, list[int]] = {}
+    for rank, facts in enumerate(ranks):
+        found.setdefault(facts[name], []).append(rank)
+    return found
+
+
 def examine(ranks: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the findings about the facts of all ranks. Each begins with its gravity."""
-    hosts = {facts["host"]: facts for facts in ranks}  # one rank of each
-    yield "ok: ranks: " + ", ".join(f"{sum(f['host'] == h for f in ranks)} on {h}" for h in hosts)
-    versions = {facts["versions"]: facts["host"] for facts in ranks}
-    found = "; ".join(f"{version} on {host}" for version, host in versions.items())
-    yield f"error: {found}: install the same" if len(versions) > 1 else f"ok: {found}"
-    for host, facts in hosts.items():
+    versions, hosts, gpus = (ranks_by(name, ranks) for name in ("versions", "host", "gpu"))
+    for version, users in versions.items():
+        state, advice = ("error", ": install the same on all") if len(versions) > 1 else ("ok", "")
+        yield f"{state}: ranks {users} have {version}{advice}"
+    for host, users in hosts.items():
+        facts = ranks[users[0]]
         gloo = facts["interface"] or facts["name_leads_to"]
         if len(hosts) > 1 and gloo.startswith(("127.", "nowhere")):
             yield (
@@ -150,7 +159,7 @@ def examine(ranks: list[dict[str, Any]]) -> Iterator[str]:
                 " GLOO_SOCKET_IFNAME there to the interface with this address (ip addr)"
             )
         else:
-            yield f"ok: gloo on {host} uses {gloo}"
+            yield f"ok: ranks {users} are on {host}, where gloo uses {gloo}"
         if facts["shm"] < SHM_MIB:
             yield (
                 f"warning: {facts['shm']} MiB free in /dev/shm of {host}, for loader workers and"
@@ -158,17 +167,15 @@ def examine(ranks: list[dict[str, Any]]) -> Iterator[str]:
             )
         if facts["files"] < OPEN_FILES:
             yield f"warning: {host} allows {facts['files']} open files a process: ulimit -n 65536"
-    gpus: dict[str, list[int]] = {}
-    for rank, facts in enumerate(ranks):
-        gpus.setdefault(facts.get("gpu", "no GPU"), []).append(rank)
     for gpu, users in gpus.items():
         facts = ranks[users[0]]
-        if "free" in facts and facts["free"] < 0.8 * facts["memory"]:
+        has_gpu = gpu != "no GPU"
+        if has_gpu and facts["free"] < 0.8 * facts["memory"]:
             free = f"{facts['free']:.0f} of {facts['memory']:.0f} GiB free"
             yield f"warning: {free} on {gpu}: nvidia-smi shows which program uses it"
-        is_shared = len(users) > 1 if "free" in facts else len(gpus) > 1
-        advice = ": NCCL needs a GPU for each rank" if is_shared else ""
-        yield f"{'error' if is_shared else 'ok'}: ranks {users} have {gpu}{advice}"
+        is_wrong = len(users) > 1 if has_gpu else len(gpus) > 1
+        state, advice = ("error", ": each rank needs its own") if is_wrong else ("ok", "")
+        yield f"{state}: ranks {users} have {gpu}{advice}"
 
 
 def measure(backend: str) -> str:
@@ -215,7 +222,7 @@ def main() -> int:
             print(*findings, sep="\n", flush=True)
             status = int(any(line.startswith("error") for line in findings))
             # torch 2.15 has two classes for NCCL.
-            names = ("gloo", "nccl", "nccl-legacy") if "gpu" in ranks[0] else ("gloo",)
+            names = ["gloo", *(["nccl", "nccl-legacy"] if "free" in ranks[0] else [])]
             works = [name for name in names if name in dist.Backend.backend_list and not status]
             store.set("backends", " ".join(works if WORLD_SIZE > 1 else []))
         backends = store.get("backends").decode().split()
