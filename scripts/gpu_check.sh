@@ -44,7 +44,7 @@ part_overlap() {
     local round backend backends
     ((gpus > 1)) || fail "with one GPU nothing travels"
     backends=$(python3 -c 'import torch.distributed as dist
-print(*{"nccl", "nccl-legacy"}.intersection(dist.Backend.backend_list))')
+print(*filter(dist.is_backend_available, ("nccl", "nccl-legacy")))')
     for round in 1 2 3; do
         for backend in $backends; do
             train "overlap-$backend-$round" "${torchrun[@]}" "$gpus" train_ddp.py --model resnet18 \

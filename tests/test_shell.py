@@ -16,7 +16,7 @@ SCRIPTS = ROOT / "scripts"
 
 def fake(folder, name, content):
     """Write a program in bash into ``folder``, and return the PATH by which it is found first."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(f"#!/usr/bin/env bash\n{content}\n")
     (folder / name).chmod(0o755)
     return f"{folder}:/usr/bin:/bin"
@@ -85,20 +85,17 @@ def test_run_ssh_passes_sigterm_on_to_every_host(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("is_ours", "status", "words"),
-    [
-        (True, 2, "the packages could not be installed (no network)"),
-        (False, 2, "is yours: install"),
-    ],
+    ("is_ours", "words"),
+    [(True, "the packages could not be installed (no network)"), (False, "is yours: install")],
 )
-def test_an_environment_that_is_not_ours_is_left_alone(is_ours, status, words, copy):
+def test_an_environment_that_is_not_ours_is_left_alone(is_ours, words, copy):
     venv = copy / ".venv"
-    fake(venv / "bin" if venv.mkdir() is None else venv, "python", 'echo "no network"; exit 1')
+    fake(venv / "bin", "python", 'echo "no network"; exit 1')
     prompt = "mnist-data-parallel" if is_ours else "mine"
     (venv / "pyvenv.cfg").write_text(f"prompt = '{prompt}'\n")
     path = fake(copy / "fakes", "python3", 'touch "$PWD/began"')
     ended = run("env", f"PATH={path}", copy / "scripts" / "test.sh", cwd=copy)
-    assert ended.status == status
+    assert ended.status == 2
     assert words in ended.stderr.splitlines()[-1]
     assert (copy / "began").exists() == is_ours
     assert (venv / "pyvenv.cfg").exists()
@@ -153,10 +150,8 @@ def test_quickstart_trains_with_equal_conditions_and_says_how_to_go_on(gpus, dev
 
 
 def test_gpu_check_reports_what_ran_and_what_failed(copy):
-    content = (
-        'case "$*" in -c*available*) echo 2;; *pytest*) echo oh; exit 1;; *) echo "ran $*";; esac'
-    )
-    path = fake(copy / "fakes", "python3", content)
+    answers = '-c*available*) echo 2;; *pytest*) echo oh; exit 1;; *) echo "ran $*";;'
+    path = fake(copy / "fakes", "python3", f'case "$*" in {answers} esac')
     script = copy / "scripts" / "gpu_check.sh"
     ended = run("env", f"PATH={path}", script, "tests", "doctor", cwd=copy)
     assert ended.status == 1
@@ -180,11 +175,7 @@ def test_quickstart_for_real(digits_dir, tmp_path):
     shutil.copytree(digits_dir / "Synthetic", tmp_path / "data" / "Synthetic")
     ended = succeed(tmp_path / "scripts" / "quickstart.sh", *flags, cwd=tmp_path, **dead)
     assert "Going on with drawn digits" in ended.stderr
-    rows = [
-        line.split()[:2]
-        for line in ended.stdout.splitlines()
-        if line.endswith(tuple("0123456789")) and "%" in line
-    ]
+    rows = [line.split()[:2] for line in ended.stdout.splitlines() if "%" in line]
     assert rows == [["single", "1"], ["dp", "1"], ["ddp", "2"]]
     assert "dp: nn.DataParallel only calls the model" in ended.stdout
     assert not (tmp_path / ".venv").exists()

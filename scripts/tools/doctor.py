@@ -223,7 +223,7 @@ def main() -> int:
             status = int(any(line.startswith("error") for line in findings))
             # torch 2.15 has two classes for NCCL.
             names = ["gloo", *(["nccl", "nccl-legacy"] if "free" in ranks[0] else [])]
-            works = [name for name in names if name in dist.Backend.backend_list and not status]
+            works = [name for name in names if dist.is_backend_available(name) and not status]
             store.set("backends", " ".join(works if WORLD_SIZE > 1 else []))
         backends = store.get("backends").decode().split()
     for backend in backends:
