@@ -119,15 +119,21 @@ def test_a_run_killed_while_it_saves_goes_on_from_the_save_before(name, call, ru
     assert sorted(run.content()) == ["last.pt", "previous.pt"]
 
 
-def test_a_full_disk_leaves_both_checkpoints(run):
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_full_disk_leaves_both_checkpoints(is_killed, run):
+    """A limit of the file size is an error in the middle of a write, or it kills the process."""
+
     def save():
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL if is_killed else signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (9999, 9999))
         with pytest.raises(OSError, match=r"File too large: .*/last\.pt"):
             run.step_and_save()
 
     before = run.content()
-    assert ended(fork(save)) == 0
-    assert run.content() == before
+    assert ended(fork(save)) == (-signal.SIGXFSZ if is_killed else 0)
+    after = run.content()
+    assert {name: after[name] for name in before} == before
+    assert (len(after) > len(before)) == is_killed, "half of a file is left only after a kill"
 
 
 def test_the_newest_whole_checkpoint_is_used(run, capsys):

@@ -1,15 +1,14 @@
-"""Files are written whole or not at all, and a folder belongs to one run."""
+"""The folder of a run: it belongs to one run, and --resume finds it."""
 
 import os
-import resource
 import signal
 
 import pytest
 
-from tests.helpers import FORK, ended, fork, parse
+from tests.helpers import FORK, fork, parse
 from utils import files
 from utils.errors import UsageError
-from utils.files import lock_file, open_run_dir, replace_file
+from utils.files import open_run_dir
 
 
 @pytest.fixture(autouse=True)
@@ -18,52 +17,25 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_locks", [])  # so that the locks end with the test
 
 
-def test_the_file_before_is_kept_under_another_name(tmp_path):
-    path, before = tmp_path / "file", tmp_path / "before"
-    for content in (b"1", b"2", b"3"):
-        replace_file(path, content, keep_as=before)
-    assert (path.read_bytes(), before.read_bytes()) == (b"3", b"2")
-    assert sorted(os.listdir()) == ["before", "file"]
-
-
-@pytest.mark.parametrize("is_killed", [False, True])
-def test_a_disk_without_room_leaves_the_old_file(is_killed, tmp_path):
-    """The limit of a file's size is an error in the middle of a write, or it kills the process."""
-    path = tmp_path / "file"
-    path.write_bytes(b"old")
-
-    def write():
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL if is_killed else signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-        with pytest.raises(OSError, match=r"File too large: .*file") as caught:
-            replace_file(path, bytes(1000))
-        assert caught.value.filename == str(path)
-        assert os.listdir() == ["file"], "no half of a new file is left"
-
-    assert ended(fork(write)) == (-signal.SIGXFSZ if is_killed else 0)
-    assert path.read_bytes() == b"old"
-
-
-def test_a_lock_ends_with_its_process_and_not_with_its_children(tmp_path):
-    path = tmp_path / "lock"
+def test_a_folder_belongs_to_one_process_until_it_ends():
+    """A child of it, such as a loader worker, does not keep the folder."""
+    args = parse("--run-dir", "a")
     receive, send = FORK.Pipe()
 
     def hold():
-        lock = lock_file(path, wait=False)
-        child = os.fork()  # as a loader worker
-        if child == 0:
-            signal.pause()
-        send.send(child)
+        open_run_dir(args)
+        child = os.fork()
+        if child:
+            send.send(child)
         signal.pause()
-        lock.close()
 
     holder = fork(hold)
     child = receive.recv()
-    with pytest.raises(BlockingIOError):
-        lock_file(path, wait=False)
+    with pytest.raises(UsageError, match="a is in use by another run: pass another --run-dir"):
+        open_run_dir(args)
     holder.kill()
     os.waitpid(holder.pid, 0)  # join() would wait for the child, too
-    lock_file(path, wait=False).close()
+    open_run_dir(args)
     os.kill(child, signal.SIGKILL)
 
 
@@ -78,22 +50,6 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path, monkeypatch):
     assert open_run_dir(parse("--run-dir", "a/b", "--resume")) == folder
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # a restart resumes, too
     assert open_run_dir(args) == folder
-
-
-def test_a_folder_in_use_is_refused():
-    ready, done = FORK.Event(), FORK.Event()
-
-    def use():
-        open_run_dir(parse("--run-dir", "a"))
-        ready.set()
-        done.wait(60)
-
-    process = fork(use)
-    assert ready.wait(60)
-    with pytest.raises(UsageError, match="a is in use by another run: pass another --run-dir"):
-        open_run_dir(parse("--run-dir", "a"))
-    done.set()
-    assert ended(process) == 0
 
 
 def test_resume_finds_the_latest_run_of_this_script(tmp_path, capsys):
