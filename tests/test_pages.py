@@ -87,7 +87,6 @@ def test_a_command_is_understood(page, command, monkeypatch):
     ("page", "before", "after", "mark"),
     [
         ("README.md", "single", "ddp", "= DDP(model)"),
-        ("README.md", "single", "dp", "nn.DataParallel(model)"),
         ("docs/convert.md", "ddp", "ddp_resume", "broadcast_object_list"),
     ],
 )
@@ -143,8 +142,7 @@ def test_a_patched_train_ddp_trains_and_resumes(page, diff, tmp_path, digits_dir
     again = succeed(*command, "--data-dir", digits_dir, "--epochs=2", "--resume", cwd=tmp_path).text
     assert "epoch   1" in first, first
     assert "epoch   2" in again, again
-    for name in ("error", "top3"):
-        assert (f'"{name}"' in diff) == (f" {name} 0." in again), again
+    assert ("mse_loss" in diff) == (" error 0." in again), again
     assert ("best.pt" in diff) == (tmp_path / "run" / "best.pt").exists()
 
 
