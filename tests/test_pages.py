@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchvision.transforms.functional import to_pil_image
 
-from tests.processes import ROOT, succeed, torchrun
+from tests.processes import ROOT, run, succeed, torchrun
 
 PATHS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 PAGES = {str(p.relative_to(ROOT)): p.read_text() for p in PATHS if ".zh-CN" not in p.name}
@@ -183,19 +183,22 @@ def test_the_nine_changes_make_a_script_for_ddp(tmp_path):
     workers, evaluate, mean_loss = re.findall(r"(?ms)^```python\n(.*?)^```$", changes)
     text = text.replace("model = MyModel", f"{evaluate}{workers}model = MyModel")
     text += f"loss = torch.tensor(float(rank))\n{mean_loss}"
-    text += "print(rank, count, correct / count > 0.9, len(train_loader), mean_loss.item(), flush=True)\n"
+    text += "shown = rank, count, correct / count > 0.9, len(train_loader), mean_loss.item()\n"
+    text += "print(*shown, flush=True)\n"
     text += "dist.destroy_process_group()\n"
     text = text.replace('"nccl"', '"gloo"').replace('device("cuda")', 'device("cpu")')
     text = re.sub(r"torch.cuda.set_device.*\n", "", text)
     (tmp_path / "train.py").write_text(text)
-    ended = succeed(*torchrun(2, "train.py"), cwd=tmp_path)
-    assert sorted(ended.stdout.split("\n"))[1:] == [f"{r} 143.0 True 15 0.5" for r in (0, 1)]
+    ended = run(*torchrun(2, "train.py"), cwd=tmp_path)
+    assert sorted(ended.stdout.splitlines()) == [f"{r} 143.0 True 15 0.5" for r in (0, 1)]
     assert {*torch.load(tmp_path / "model.pt")} > {"0.weight", "1.running_mean"}
 
 
-# Files, what another test runs, a debugger, a compiler, and the two halves of a repair.
-NO_SNIPPET = re.compile(r"^# (my_|before)|import data\b|def evaluate|breakpoint|\.compile\(")
-SNIPPETS = [(p, x) for p in PAGES for x in blocks(p, "python") if not NO_SNIPPET.search(x)]
+# Files, what another test runs, a debugger and a compiler.
+NO_SNIPPET = re.compile(r"^# my_|import data\b|def evaluate|breakpoint|\.compile\(")
+# The repairs in docs/check.md belong to scripts of the check's own tests.
+OWN = [page for page in PAGES if page != "docs/check.md"]
+SNIPPETS = [(p, x) for p in OWN for x in blocks(p, "python") if not NO_SNIPPET.search(x)]
 
 
 @pytest.mark.filterwarnings("ignore")  # autocast and GradScaler say that there is no GPU
@@ -212,7 +215,8 @@ def test_a_snippet_runs(page, text, tmp_path, monkeypatch):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     train_set, batch_size, device = TensorDataset(images, labels), 8, torch.device("cpu")
     train_loader = loader = DataLoader(train_set, batch_size)
-    train_sampler, accumulation_steps = DistributedSampler(train_set), 3
+    train_sampler: DistributedSampler = DistributedSampler(train_set)
+    accumulation_steps = 3
     rank, local_rank, world_size, epoch, prepare_data = 0, 0, 1, 0, list
     loss_function, micro_batches = F.cross_entropy, [(images, labels)]
     weights, samples, losses = torch.ones(320), range(100), F.cross_entropy(model(images), labels)
@@ -242,9 +246,9 @@ def test_own_model_and_data_and_a_prediction(tmp_path):
     for name in ("data.py", "models.py", "utils"):
         (tmp_path / name).symlink_to(ROOT / name)
     for text in (*blocks("docs/running.md", "python"), *blocks("docs/recipes.md", "python")):
-        name = re.match(r"# (my_\w+\.py)", text)
-        if name or "import data\n" in text:
-            (tmp_path / (name[1] if name else "predict.py")).write_text(text)
+        begin = re.match(r"# (my_\w+\.py)", text)
+        if begin or "import data\n" in text:
+            (tmp_path / (begin[1] if begin else "predict.py")).write_text(text)
     flags = ["--dataset", "my_data:load", "--no-tensorboard", "--epochs", 5, "--run-dir"]
     own = ["--model", "my_network:MyNetwork"]
     ended = succeed(*torchrun(2, ROOT / "train_ddp.py", *own, *flags, "first"), cwd=tmp_path)
@@ -262,6 +266,7 @@ def test_own_model_and_data_and_a_prediction(tmp_path):
 
 @pytest.mark.slow
 def test_the_examples_learn(tmp_path):
+    # Their exit status is left out: gloo aborts one plain end in a hundred (pytorch/pytorch#179291).
     draw = random.Random(0)
     for part in ("train", "test"):
         lines = [
@@ -270,7 +275,7 @@ def test_the_examples_learn(tmp_path):
         ]
         (tmp_path / f"{part}.txt").write_text("\n".join(lines))
     examples = ROOT / "docs" / "examples"
-    ended = succeed(*torchrun(2, examples / "text.py", "--data-dir", "."), cwd=tmp_path)
+    ended = run(*torchrun(2, examples / "text.py", "--data-dir", "."), cwd=tmp_path)
     assert "epoch 5: accuracy 100.0% of 300" in ended.text, ended.text
     for channel, name in enumerate(("red", "green")):
         (tmp_path / "pictures" / name).mkdir(parents=True)
@@ -285,9 +290,9 @@ def test_the_examples_learn(tmp_path):
     command = torchrun(2, examples / "pictures.py", "--num-workers", 0, "--wandb", "one")
     where = {"cwd": tmp_path, "PYTHONPATH": str(tmp_path)}
     command += ["--batch-size", 8, "--epochs", 4]
-    first = succeed(*command, "--patience", 0, **where).stdout  # which stops after an epoch
+    first = run(*command, "--patience", 0, **where).stdout  # which stops after an epoch
     assert re.fullmatch(r"epoch 1: .*\n0 {'loss': .*\nfinished\n", first), first
-    rest = succeed(*command, "--resume", **where).stdout
+    rest = run(*command, "--resume", **where).stdout
     assert re.fullmatch(r"(?s)epoch 2: .*epoch 4: .*accuracy 100.0%\n3 {'loss.*", rest), rest
     assert {*torch.load(tmp_path / "best.pt")} > {"0.weight", "1.running_mean"}
 
@@ -311,9 +316,9 @@ def test_quoted_messages_are_those_of_the_code():
     headings = re.findall(r"(?m)^### (.*`.*)$", PAGES["docs/problems.md"])
     quoted = [text for heading in headings for text in re.findall(r"`([^`]+)`", heading)]
     # What belongs to the case (numbers, names, paths) separates the parts.
-    parts = [re.split(r"\.\.\.|\d+|[:.,;] |'\w+'|\"[\w.]+\"|/dev\S+|--?\w\S*", x) for x in quoted]
-    wanted = {part.strip(" .=").encode() for part in sum(parts, []) if len(part.strip(" .=")) > 6}
-    missing = wanted - COMPOSED
+    case = re.compile(r"\.\.\.|\d+|[:.,;] |'\w+'|\"[\w.]+\"|/dev\S+|--?\w\S*")
+    parts = {part.strip(" .=").encode() for text in quoted for part in case.split(text)}
+    missing = {part for part in parts if len(part) > 6} - COMPOSED
     site = Path(torch.__file__).parent.parent
     places = [*site.glob("torch/**/*.py"), *ROOT.glob("utils/*.py"), Path(argparse.__file__)]
     places += [
