@@ -266,7 +266,7 @@ def test_own_model_and_data_and_a_prediction(tmp_path):
 
 @pytest.mark.slow
 def test_the_examples_learn(tmp_path):
-    # Their exit status is left out: gloo aborts one plain end in a hundred (pytorch/pytorch#179291).
+    # Not their exit status: gloo aborts one plain end in a hundred (pytorch/pytorch#179291).
     draw = random.Random(0)
     for part in ("train", "test"):
         lines = [
