@@ -86,6 +86,11 @@ def test_a_round_trip_restores_every_part(tmp_path):
     checkpoint.restore(state, parts_of(ema=nn.Linear(2, 3)))  # without fp16, too
 
 
+def test_a_run_can_go_on_with_fp16(run):
+    """The scaler of a run without fp16 has an empty state, which a scaler would refuse."""
+    assert checkpoint.restore(run.read(), parts_of(fp16=True)).step == 2
+
+
 def test_a_step_is_saved_once(run):
     before = run.content()
     checkpoint.save(run.folder, ARGS, run.parts, run.position)

@@ -53,13 +53,14 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path, monkeypatch):
 
 
 def test_resume_finds_the_latest_run_of_this_script(tmp_path, capsys):
+    args = parse("--resume", technique="dp")
     with pytest.raises(UsageError, match="--resume: runs/ holds no run of this script"):
-        open_run_dir(parse("--resume"))
-    for name in ("single-20260102-030405-9", "single-20260203-040506-1", "ddp-20270101-000000-1"):
+        open_run_dir(args)
+    for name in ("dp-20260102-030405-9", "dp-20260203-040506-1", "single-20270101-000000-1"):
         (tmp_path / "runs" / name / "checkpoints").mkdir(parents=True)
-    (tmp_path / "runs" / "single-20280101-000000-1").mkdir()  # nothing was saved in it
-    assert open_run_dir(parse("--resume")).name == "single-20260203-040506-1"
-    assert "latest run of this script is runs/single-20260203-040506-1" in capsys.readouterr().out
+    (tmp_path / "runs" / "dp-20280101-000000-1").mkdir()  # nothing was saved in it
+    assert open_run_dir(args).name == "dp-20260203-040506-1"
+    assert "latest run of this script is runs/dp-20260203-040506-1" in capsys.readouterr().out
 
 
 def test_resume_begins_in_a_folder_of_a_run_and_not_among_other_files(tmp_path, capsys):
