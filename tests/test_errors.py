@@ -62,6 +62,12 @@ def test_any_other_error_keeps_its_traceback(report):
     assert text.endswith("IndexError: pop from empty list\n")
 
 
+def test_the_exit_status_of_a_stop(report, monkeypatch):
+    assert [report(lambda n=n: n)[0] for n in (0, signal.SIGINT, signal.SIGTERM)] == [0, 130, 143]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert report(lambda: int(signal.SIGTERM)) == (0, "")
+
+
 # Each row of ADVICE with the text that PyTorch prints.
 
 
@@ -111,7 +117,11 @@ class Samples:
 
 
 def read_in_a_worker(fail):
-    next(iter(DataLoader(Samples(fail), num_workers=1)))
+    iterator = iter(DataLoader(Samples(fail), num_workers=1))
+    try:
+        next(iterator)
+    finally:
+        iterator._shutdown_workers()  # or another test may wait for them, for five seconds
 
 
 def kill_a_worker():
