@@ -75,6 +75,10 @@ def wait_for_a_rank():
     dist.TCPStore("127.0.0.1", 0, world_size=2, is_master=True, timeout=SECOND)
 
 
+def wait_for_a_key():
+    dist.TCPStore("127.0.0.1", 0, is_master=True).wait(["a key of another rank"], SECOND)
+
+
 def use_a_port_twice():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     dist.TCPStore("127.0.0.1", store.port, is_master=True, timeout=SECOND)
@@ -175,7 +179,8 @@ TWO_ON_A_GPU = printed_by("libtorch_cuda.so", "usually reflects invalid usage of
         ("did not receive grad", leave_a_parameter_unused, "for rank 0: 2 3"),
         ("clients joined", wait_for_a_rank, "1/2 clients joined"),
         ("EADDRINUSE", use_a_port_twice, "address already in use"),
-        ("imed out waiting", wait_for_an_answer, "Timed out waiting 1000ms"),
+        ("wait timeout after", wait_for_a_key, "wait timeout after 1000ms"),
+        ("gloo/transport", wait_for_an_answer, "Timed out waiting 1000ms"),
         ("gloo/transport", lose_a_rank, "peer"),
         ("trying to connect to", connect_to_nobody, "timed out after 1000ms while trying"),
     ],

@@ -159,6 +159,13 @@ def test_a_summary_means_a_complete_run(open_logger, tmp_path, capsys, monkeypat
     assert not path.exists()
 
 
+def test_a_run_that_is_longer_than_epochs_is_an_error(open_logger, tmp_path):
+    train(open_logger("--epochs", 2), 0, 1, 2)
+    with pytest.raises(UserError, match="is longer than --epochs 1: raise it"):
+        open_logger(step=3).complete(nn.Linear(1, 1))
+    assert not (tmp_path / "summary.json").exists()
+
+
 def test_a_loss_that_is_not_finite_is_an_error(open_logger):
     message = "the loss is nan {}, which is not saved: choose a lower --lr"
     with pytest.raises(UserError, match=message.format("at step 1")):
