@@ -89,12 +89,12 @@ def refusal(capsys, flags, **options):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--epochs 0", "--epochs: '0' is not a number of at least 1e-12"),
+        ("--epochs 0", "--epochs: '0' is not a number from 1e-12"),
         ("--epochs nan", "--epochs: 'nan' is not a number"),
         ("--lr inf", "--lr: 'inf' is not a number"),
         ("--momentum 1", "--momentum: '1' is not a number from 0 to 0.9999"),
-        ("--batch-size 0", "--batch-size: '0' is not a whole number of at least 1"),
-        ("--num-workers 1.5", "--num-workers: '1.5' is not a whole number of at least 0"),
+        ("--batch-size 0", "--batch-size: '0' is not a whole number from 1"),
+        ("--num-workers 1.5", "--num-workers: '1.5' is not a whole number from 0"),
         ("--seed 4294967296", "--seed: '4294967296' is not a whole number from 0 to 4294967295"),
         ("--devices 0,0", "--devices: '0,0' is not a list of different device ids"),
         ("--devices 0,x", "--devices: '0,x' is not a list of different device ids"),
