@@ -97,7 +97,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         with open(root / f".out{rank}", "w") as output:
             processes.append(Popen(command, stdout=output, **setting))
     try:
-        _wait(processes, time.monotonic() + request["limit"])
+        are_idle = _wait(processes, time.monotonic() + request["limit"])
         late = "stopped" if any(process.poll() for process in processes) else "time"
         hows = [late if process.poll() is None else "error" for process in processes]
     finally:  # also after Ctrl-C
@@ -111,16 +111,19 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         lines = project.text_of(root / f".told{rank}").splitlines()
         told = [json.loads(line) for line in lines if line.endswith("}")]
         printed = project.text_of(root / f".out{rank}").strip().splitlines() or [""]
-        end = _aborted(root, rank) if process.returncode == -signal.SIGABRT else {}
-        end = {"how": hows[rank], "message": "the process died", "line": ""} | end
+        end = {"how": hows[rank], "message": "the process died", "line": ""}
+        if process.returncode == -signal.SIGABRT:
+            end["line"], talks = _aborted(root, rank)
+            end["how"] = "waited" if talks else "idle" if are_idle else "error"
         ends[rank] = told.pop() if told and told[-1]["kind"] == "end" else end
         ends[rank]["output"] = printed[-1][:200]
         events += told
     return {"events": events, "ends": ends}
 
 
-def _wait(processes: list[Popen[bytes]], until: float) -> None:
-    """Wait for the ranks. Abort them if all of them are idle, because then they wait in vain."""
+def _wait(processes: list[Popen[bytes]], until: float) -> bool:
+    """Wait for the ranks. If all are idle, they wait in vain: abort them, and return True."""
+    are_idle = False
     spent, since = 0, time.monotonic()
     while any(process.poll() is None for process in processes) and time.monotonic() < until:
         time.sleep(0.1)
@@ -130,9 +133,11 @@ def _wait(processes: list[Popen[bytes]], until: float) -> None:
         if (now := sum(map(_ticks, processes))) > spent + BUSY:
             spent, since = now, time.monotonic()
         elif time.monotonic() > since + IDLE:
+            are_idle = True
             for process in processes:
                 if process.poll() is None:
                     os.kill(process.pid, signal.SIGABRT)
+    return are_idle
 
 
 def _ticks(process: Popen[bytes]) -> int:
@@ -141,16 +146,14 @@ def _ticks(process: Popen[bytes]) -> int:
     return sum(map(int, fields[11:13]))
 
 
-def _aborted(root: Path, rank: int) -> dict[str, str]:
-    """Return where a rank was when it aborted, and whether it waited for other ranks there."""
+def _aborted(root: Path, rank: int) -> tuple[str, bool]:
+    """Return the line at which a rank aborted, and whether it waited for other ranks there."""
     stack = re.findall(r'File "(.*)", line (\d+) in', project.text_of(root / f".stack{rank}"))
     for at, (file, line) in enumerate(stack):  # the innermost call first
         if file.startswith(str(root)):
             talks = any(part in inner for inner, _ in stack[:at] for part in TALKING)
-            message = f"it did nothing for {IDLE} s, and waited for no other rank"
-            place = f"{os.path.relpath(file, root)}:{line}"
-            return {"how": "waited" if talks else "idle", "message": message, "line": place}
-    return {}
+            return f"{os.path.relpath(file, root)}:{line}", talks
+    return "", False
 
 
 def main() -> int:

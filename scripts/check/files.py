@@ -84,6 +84,7 @@ def open_file(real: Any, file: Any, mode: str = "r", *args: Any, **keywords: Any
 @replaces(torch)
 def save(real: Any, obj: Any, f: Any, *args: Any, **keywords: Any) -> None:
     """Save in one piece: ranks that save one file at once are a finding, not an accident here."""
+    record.tell("saved")
     if not isinstance(f, str | os.PathLike):
         return real(obj, f, *args, **keywords)
     parts = [obj, *obj.values()] if isinstance(obj, Mapping) else [obj]
@@ -91,7 +92,6 @@ def save(real: Any, obj: Any, f: Any, *args: Any, **keywords: Any) -> None:
     if any(all(str(key).startswith("module.") for key in part) for part in parts):
         record.tell("module. in keys")
     name, path = name_of(f), os.fspath(place_of(f, "w"))
-    record.tell("saved", path=name)
     record.tell("every rank saves", same=name, path=name)
     with unwatched:
         real(obj, f"{path}.part{state.rank}", *args, **keywords)

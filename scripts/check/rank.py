@@ -85,12 +85,21 @@ def run(request: dict[str, Any]) -> NoReturn:
         exec(compiled(Path(path).read_bytes(), path), vars(main))
         _run_started()
     except SystemExit as leaving:
-        if leaving.code not in (None, 0):
-            message = f"it ended with exit status {leaving.code}"
-            record.leave("error", message=message, line="")
+        _leave_with(leaving.code)
     except BaseException as error:
         _fail(error)
     record.leave("ended")
+
+
+def _leave_with(status: Any) -> NoReturn:
+    if status in (None, 0):
+        record.leave("ended")
+    record.leave("error", message=f"it ended with exit status {status}", line="")
+
+
+@replaces(os)
+def _exit(real: Any, status: int) -> None:
+    _leave_with(status) if os.getpid() == state.process else real(status)
 
 
 def _seed(seed: int) -> None:

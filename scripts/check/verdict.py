@@ -123,6 +123,8 @@ def _could_not(report: Facts, kinds: set[str]) -> str:
             explained = how == "waited" or any(t in message and ERRORS[t] in kinds for t in ERRORS)
             if end["how"] != how or (kinds and explained):
                 continue
+            if how == "idle":
+                return f"rank {rank} waited in vain at {end['line']}, but not for another rank"
             if how == "time":
                 return f"not done after {report['limit']:.0f} s (--limit)"
             said = (message.splitlines() or [""])[0][:300]
