@@ -89,8 +89,8 @@ def main() -> None:
         model.train()
         for words, labels in train_loader:
             # Each sentence has one label, so all batches have the same number of labels. If each
-            # word had one, that of the padding would be -100, which cross_entropy ignores. Then the loss
-            # has to be divided by the words of all processes: see Tokens in docs/concepts.md.
+            # word had a label, that of the padding would be -100, which cross_entropy ignores, and
+            # the loss would be divided by the words of all processes (Tokens in docs/concepts.md).
             loss = F.cross_entropy(model(words.to(device)), labels.to(device))
             loss.backward()
             optimizer.step()
