@@ -89,13 +89,13 @@ def in_process(digits_dir, tmp_path, monkeypatch):
     handlers = {number: signal.getsignal(number) for number in signals.STOP_SIGNALS}
     threads = torch.get_num_threads()
 
-    def train(name, *flags, script="single"):
+    def train(name, *flags, script="single", stop=0):
         run = processes.Training(digits_dir, tmp_path / name)
         words = [str(word) for word in run.command(script, *flags)]
         at = words.index(f"train_{script}.py")
         monkeypatch.setattr(sys, "argv", words[at:])
         args = cli.parse_args(script, "")
-        assert importlib.import_module(f"train_{script}").train(args) == 0
+        assert importlib.import_module(f"train_{script}").train(args) == stop
         return run
 
     yield train

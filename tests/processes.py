@@ -140,6 +140,14 @@ class Training:
 
         return torch.load(self.folder / "checkpoints" / "last.pt", weights_only=True)
 
+    def start_rank(self, rank, world_size, port, *flags, **environment):
+        """Start one rank, as a launcher would that is not PyTorch's."""
+        command = self.command("ddp", *flags)
+        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        script = command[command.index("train_ddp.py") :]
+        return start(sys.executable, *script, **variables | environment)
+
 
 def wait_until(condition, process=None, seconds=90):
     """Wait until something has happened. It has to happen before the process ends."""
@@ -175,7 +183,7 @@ def said_by_ranks(ended):
     before, _, _ = ended.stderr.partition(
         'Traceback (most recent call last):\n  File "<frozen runpy>'
     )
-    logged = re.compile(r"\[?[WEI]\d{4} |\*{10}|Setting OMP_NUM_THREADS|$")
+    logged = re.compile(r"\[?[WEI]\d{4} |Exception raised from|frame #|<omitting|$")
     return [line for line in before.splitlines() if not logged.match(line)]
 
 

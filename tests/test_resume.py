@@ -165,13 +165,23 @@ def test_what_may_not_be_resumed_is_refused(in_process, tmp_path):
         ("run", [], "holds a run: continue it with --resume"),
         ("run", ["--resume", "--seed", 1], "was trained with --seed 0, this command says 1"),
         ("run", ["--resume", "--model", "mlp"], "was trained with --model linear, this command"),
-        ("run", ["--resume", "--epochs", 0.1], "is longer than --epochs 0.1"),
         ("other", ["--resume"], "holds other files, and no run"),
     ):
         with pytest.raises(UserError, match=words):
             in_process(name, *flags, *more)
     assert training.checkpoint["position"] == before
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["notes.txt"]
+
+
+def test_a_run_that_is_longer_than_its_epochs_is_not_complete(in_process, monkeypatch):
+    """Who forgets --epochs 2 after a stop in the second epoch."""
+    flags = ["--model", "tests.user_code:network", "--no-tensorboard", "--resume"]
+    monkeypatch.setenv("FAULT", "0:30:SIGTERM")
+    training = in_process("run", *flags, "--epochs", 2, stop=signal.SIGTERM)
+    assert training.checkpoint["position"]["step"] == 30
+    with pytest.raises(UserError, match="is longer than --epochs 1"):
+        in_process("run", *flags)
+    assert not (training.folder / "summary.json").exists()
 
 
 def test_resume_without_a_folder_continues_the_latest_run(

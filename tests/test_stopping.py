@@ -92,7 +92,7 @@ def test_ctrl_c_to_torchrun(training):
 def test_ranks_agree_in_each_step_if_steps_are_long(workers, training):
     """A step takes 0.8 s or more, nearly all of it for loading data."""
     flags = [*SLOW, "--num-workers", workers, "--save-every-steps", 1]
-    process = begin(training, "ddp", *flags, SLOW="0.2", timeout=120)
+    process = begin(training, "ddp", *flags, SLOW="0.2")
     step = training.checkpoint["position"]["step"]
     process.terminate()
     ended = finish(process)

@@ -86,6 +86,12 @@ def digits(data_dir):
     return data.load("mnist", data_dir)
 
 
+def float_digits(data_dir):
+    """As other data sets are: float images, which the loader collates."""
+    sets = digits(data_dir)
+    return [TensorDataset(x.tensors[0][:, None] / 255, x.tensors[1]) for x in sets]
+
+
 def dots(data_dir):
     """Images that are all the same, with one bright pixel, which shows how far each is shifted."""
     images = torch.zeros(512, 28, 28, dtype=torch.uint8)
@@ -108,6 +114,14 @@ def other_labels(data_dir):
     return sets
 
 
+class Partial(Network):
+    """A part of the network is not used."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(3, 3)
+
+
 class Slow(Dataset):
     """Each sample needs SLOW seconds, and the file STARTED says that one was begun."""
 
@@ -115,7 +129,6 @@ class Slow(Dataset):
         return 1000
 
     def __getitem__(self, index):
-        # The ranks compare some samples first. SLOW_FROM leaves them out.
         if os.environ.get("STARTED"):
             open(os.environ["STARTED"], "a").close()
         time.sleep(float(os.environ["SLOW"]))
@@ -133,8 +146,8 @@ class Broken(Dataset):
         return 100
 
     def __getitem__(self, index):
-        if index == 42:
-            raise KeyError("no image 42")
+        if index == 43:  # no sample that the ranks compare before they train
+            raise KeyError("no image 43")
         return torch.rand(1, 28, 28), index % 10
 
 
