@@ -9,6 +9,6 @@ WORKERS ?= 3
 check:
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	shellcheck scripts/*.sh scripts/slurm.sbatch .ci/run
+	shellcheck -x scripts/*.sh scripts/slurm.sbatch .ci/run
 	$(PYTHON) -m mypy
 	$(PYTHON) -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST_FLAGS)

@@ -1,21 +1,89 @@
-"""Copy the code of the script's project, so that nothing of the user's is changed."""
+"""Copy the script's project, and make the numbers of its training small.
+
+A number is bounded by its name: where the code or a file of settings writes it, where the command
+gives it, and where argparse returns it.
+"""
 
 import itertools
 import os
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
-
-import bounds
+from typing import Any
 
 CODE = {".py", ".yaml", ".yml", ".json", ".toml", ".cfg", ".ini", ".txt"}
-SETTINGS = {".yaml", ".yml", ".json", ".toml"}  # in which numbers are bounded
-SKIPPED = {".git", "__pycache__", "node_modules"}
-SMALL, ENTRIES = 2**20, 5000  # bytes of a file that is copied; entries that are looked at
+SETTINGS = {".yaml", ".yml", ".json", ".toml"}  # files in which numbers are bounded
+SKIPPED = {"__pycache__", "node_modules"}
+LINKED = {".git"}  # so that `git rev-parse` works, as many scripts call it
+SMALL, ENTRIES = 2**20, 5000  # bytes of the largest file that is copied; entries that are visited
 NO_PROJECTS = (Path.home(), Path("/"), Path("/tmp"))
-MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg")  # of a project's folder
-# A script that adds the folder above its own to Python's path, for a package there.
-LOOKS_UP = re.compile(r"sys\.path\.(?:append|insert)\(.*(?:\.\.|parent|dirname.*dirname)")
+MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg")  # names in a project's own folder
+
+COUNT = "(num|n|nr|no|nb|max|total|train|training|end|final)_?(of_|train_|training_)?"
+# A name with "steps" has to say that they are steps of training: num_steps may be a diffusion's.
+TRAINING = "((num|n|nb)_)?(max|total|train|training|end|final)_?(num_|train_|training_)?"
+STEPS = "(steps?|iters?|iterations?)"
+# A batch's own size, and not the size of all of them together, from which scripts compute others.
+BATCHES = r"(?!total|global|effective)(.*_)?(batch_?size|bsz?)"
+BOUNDS = {  # what a number is called, and the most that it may be
+    rf"warm_?up(_?(epochs?|{STEPS}))?": 1,
+    f"({COUNT})?epochs?": 2,
+    f"{TRAINING}{STEPS}|(num|n|nr|no|nb)_?(of_)?(iters?|iterations?)|iterations": 12,
+    f"({COUNT})?(steps?|iters?|iterations?|batches)_per_epoch": 4,
+    r".*accum.*": 2,
+    BATCHES: 4,
+    r"(save|ckpt|checkpoint|eval|val|test)\w*(every|freq|interval|epochs?)": 1,
+}
+WHOLE = r"(\d+(?:\.0*)?)(?![\w.]|\s*\*)"
+# NAME = 3, NAME: int = 3, "NAME": 3, and the end of a loop over epochs.
+WRITTEN = re.compile(rf"""\b(\w+)((?:["']\s*:|\s*(?::\s*(?:int|float)\s*)?=)\s*){WHOLE}""")
+LOOP = re.compile(r"(\bfor ep\w* in .*?\brange\()(\d+)(?=\))")
+# NAME: 3 in YAML, "NAME": 3 in JSON, NAME = 3 in TOML, and --NAME=3 in a command.
+SETTING = re.compile(rf"""\b([\w-]+)(["']?\s*[:=]\s*){WHOLE}""")
+COUNTER = re.compile("((start|current|last|cur)_)?(epochs?(_run)?|global_step|step|iter|iteration)")
+
+
+def bounded(name: str, value: Any) -> Any:
+    """Return a number of the training, by its name, as small as the check wants it."""
+    is_number = type(value) is int or (type(value) is float and value.is_integer())
+    for pattern, most in BOUNDS.items() if is_number else ():
+        if re.fullmatch(pattern, name.replace("-", "_"), re.I):
+            # One epoch becomes two: the second one shows whether it has another order.
+            is_one = (most, value) == (2, 1) and name.lower().endswith("epochs")
+            return type(value)(2 if is_one else min(value, most))
+    return value
+
+
+def _replaced(found: re.Match[str]) -> str:
+    number = float(found[3]) if "." in found[3] else int(found[3])
+    return f"{found[1]}{found[2]}{bounded(found[1], number)}"
+
+
+def bounded_code(text: str) -> str:
+    """Return Python code with its numbers bounded. A loop over one epoch stays as it is."""
+    text = WRITTEN.sub(_replaced, text)
+    return LOOP.sub(lambda found: found[1] + str(bounded("epoch", int(found[2]))), text)
+
+
+def bounded_arguments(arguments: list[str]) -> list[str]:
+    """Return a command's arguments with the numbers bounded that follow a name."""
+    found = [SETTING.sub(_replaced, argument) for argument in arguments]
+    for at, (name, value) in enumerate(itertools.pairwise(arguments), start=1):
+        if name.startswith("--") and value.isdecimal():
+            found[at] = str(bounded(name[2:], int(value)))
+    return found
+
+
+def begun_again(value: Any) -> Any:
+    """Return what a checkpoint holds, with the epoch that it had reached set to 0.
+
+    The check has shortened the training, so that it would be over before it goes on.
+    """
+    for name, number in value.items() if isinstance(value, dict) else ():
+        if type(number) is int and number and COUNTER.fullmatch(str(name).lower()):
+            value[name] = 0
+    return value
 
 
 def text_of(path: Path) -> str:
@@ -29,54 +97,39 @@ def home_of(script: Path, folder: Path) -> Path:
         is_project = any((place / mark).exists() for mark in MARKS)
         if is_project and place not in NO_PROJECTS:
             return folder if is_below and place.is_relative_to(folder) else place
-    home = folder if is_below else script.parent
-    above = home.parent
-    if home == script.parent and above not in NO_PROJECTS and LOOKS_UP.search(text_of(script)):
-        return above
-    return home
+    return folder if is_below else script.parent
 
 
-def link_around(source: Path, target: Path) -> None:
-    """Let ../data and ../../data lead from the copy to where they lead from the folder itself."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for real, copied in list(zip(source.parents, target.parents, strict=False))[:2]:
-        listed = os.scandir(real) if real.name and os.access(real, os.R_OK) else ()
-        for entry in itertools.islice(listed, ENTRIES):
-            if not (copied / entry.name).exists() and entry.path != str(source):
-                (copied / entry.name).symlink_to(entry.path)
+def copy(source: Path, target: Path, wanted: list[Path], left_out: Collection[str] = ()) -> None:
+    """Copy code and settings, and link the rest: data, large files, and folders of many entries.
 
-
-def copy_code(source: Path, target: Path, *wanted: Path) -> None:
-    """Copy what this user may read and is code. Link large files, data, and folders of many.
-
-    The folders that lead to those which are wanted are copied in any case.
+    ``wanted`` are paths whose folders have to be copied. ``left_out`` are checkpoints: no file of
+    their folder and their suffix is linked. ../data and ../../data lead from the copy to where
+    they lead from the folder itself.
     """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    gone = {(os.path.dirname(path), Path(path).suffix) for path in left_out}
     left, folders = ENTRIES, [(source, target)]
-    for old, new in folders:  # which grows meanwhile
+    for old, new in folders:  # a list that grows meanwhile
         new.mkdir()
         for entry in os.scandir(old):
             path, left = new / entry.name, left - 1
-            if entry.name in SKIPPED or not os.access(entry.path, os.R_OK):
+            is_environment = os.path.exists(os.path.join(entry.path, "pyvenv.cfg"))
+            if entry.name in SKIPPED or is_environment or not os.access(entry.path, os.R_OK):
                 continue
-            if entry.is_dir(follow_symlinks=False):
-                is_environment = os.path.exists(os.path.join(entry.path, "pyvenv.cfg"))
-                leads_on = any(place.is_relative_to(entry.path) for place in wanted)
-                if is_environment:
-                    continue
-                if left > 0 or leads_on:
-                    folders.append((Path(entry.path), path))
-                else:
-                    path.symlink_to(os.path.realpath(entry.path))
-            elif path.suffix in CODE and entry.is_file() and entry.stat().st_size <= SMALL:
-                _copy(Path(entry.path), path)
+            if (os.path.realpath(old), path.suffix) in gone:
+                continue
+            leads_on = any(place.is_relative_to(entry.path) for place in wanted)
+            is_copied = entry.name not in LINKED and (left > 0 or leads_on)
+            if entry.is_dir(follow_symlinks=False) and is_copied:
+                folders.append((Path(entry.path), path))
+            elif entry.is_file() and path.suffix in CODE and entry.stat().st_size <= SMALL:
+                shutil.copyfile(entry.path, path)
+                if path.suffix in SETTINGS:
+                    path.write_text(SETTING.sub(_replaced, text_of(path)))
             elif entry.is_file() or entry.is_dir():
                 path.symlink_to(os.path.realpath(entry.path))
-
-
-def _copy(old: Path, new: Path) -> None:
-    shutil.copyfile(old, new)
-    if old.suffix in SETTINGS:
-        try:
-            new.write_text(bounds.bounded_settings(old.read_text()))
-        except UnicodeDecodeError:  # it stays as it is
-            return
+    for real, copied in list(zip(source.parents, target.parents, strict=False))[:2]:
+        for beside in itertools.islice(real.iterdir() if real.name else (), ENTRIES):
+            if not (copied / beside.name).exists() and beside != source:
+                (copied / beside.name).symlink_to(beside)

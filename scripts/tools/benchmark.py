@@ -1,353 +1,261 @@
 """Measure one device, DP and DDP on this machine: which is faster, and by how much?
 
-    python scripts/tools/benchmark.py --quick
-    python scripts/tools/benchmark.py --models convnet,resnet18 --counts 2,4 -- --amp bf16
+    python scripts/tools/benchmark.py
+    python scripts/tools/benchmark.py --devices 2,4,8 --plot speed.png -- --model resnet18
+    python scripts/tools/benchmark.py --runs runs/first runs/second    compare finished runs instead
 
-It starts the training scripts themselves, in turns, and reads what they measured. A device is a GPU
-or, without one, a CPU core. The techniques have the same global batch (strong scaling) or the same
-batch on each device (weak scaling), the same threads and loader workers for each device, and the
-same order of the data. What stands after -- goes to the scripts. Results go to a new folder below
-runs/, also after Ctrl-C.
+It starts the training scripts in turns, and reads the images/s that they report. All of them train
+on the same images with the same global batch, and have as many CPU threads for each device. A
+device is a GPU, or a core if there is no GPU. Flags after -- go to the scripts. Ctrl-C ends the
+measurement, and prints what there is.
 """
 
 import argparse
+import json
 import os
-import platform
-import shlex
+import signal
 import statistics
+import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from itertools import chain
+import tempfile
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from tqdm import tqdm
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-import compare
 import torch
-import trial
-from utils.training import config
-from utils.training.timing import WARMUP_STEPS
 
-import data
-from utils.device import select_devices, usable_cores
-from utils.errors import UsageError
-from utils.files import write_json
-
-LEAST_STEPS = 20  # timed
-QUICK = {"rounds": 1, "seconds": 2.0, "global_batch_sizes": [256], "batch_sizes": []}
-# Flags of the scripts that the benchmark sets itself.
-OWN = (
-    *("--dataset", "--data-dir", "--device", "--devices", "--replicas", "--nprocs", "--run-dir"),
-    *("--model", "--batch-size", "--max-steps", "--epochs", "--lr-scaling", "--threads"),
-    "--num-workers",
-)
-Row = dict[str, Any]
-HEADINGS = ("", "devices", "threads", "images/s", "min-max", "ratio", "MB")
-READING = """\
-How to read it:
-  strong, weak  the global batch stays the same, or the batch of each device does
-  devices       GPUs, or else cores. Then a last row gives one process all of them
-  dp            on GPUs all copies except the first lose channels_last
-  threads       processes x CPU threads
-  images/s      of training, over all devices: median and range of the rounds
-  ratio         to one device, the first row: median of the rounds
-  MB            the most that one process held. On a GPU what torch allocated for tensors: the
-                driver's context and NCCL's buffers come on top, and nvidia-smi shows them
-If two ranges overlap, this run has seen no difference. GPUs from Ampere on compute convolutions in
-TF32 by default. On older ones --amp bf16 is slow, since it is emulated there: take fp16."""
+ROOT = Path(__file__).resolve().parents[2]
+FIRST_STEPS = 50  # of the run that finds out how many steps take --seconds
+MANY_EPOCHS = 1000  # so that --max-steps ends the runs, and the rate is still that of the warm-up
 
 
 class Setting(NamedTuple):
-    """What is run: ``threads`` of all processes together, ``batch_size`` of one device."""
+    """What is run: a technique on so many devices, with so many CPU threads over all processes."""
 
     technique: str
-    model: str
     devices: int
     threads: int
-    batch_size: int
-
-    @property
-    def processes(self) -> int:
-        return self.devices if self.technique == "ddp" else 1
 
     def __str__(self) -> str:
-        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
-        return f"{self.technique} {self.model} {self.devices} x {self.batch_size}, {threads}"
+        return f"{self.technique} on {self.devices} with {self.threads} CPU threads"
 
 
-def list_of(kind: Any, among: Sequence[Any] | None = None) -> Any:
-    """Return an argparse type: values of a kind (one of ``among``), separated by commas."""
-
-    def parse(text: str) -> list[Any]:
-        values = [kind(part) for part in text.split(",") if part]
-        if unknown := [value for value in values if among is not None and value not in among]:
-            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(among or ())}")
-        return values
-
-    return parse
+Speeds = dict[Setting, dict[int, float]]  # images/s of each round
 
 
-def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = trial.build_parser("benchmark.py", __doc__)
-    add, sizes = parser.add_argument, list_of(config.SIZE)
-    add("--quick", action="store_true", help="one round of one batch size")
-    add("--models", type=list_of(config.MODEL), default=["convnet"], help="convnet")
-    add("--global-batch-sizes", type=sizes, default=[128, 512], help="strong scaling: 128,512")
-    add("--batch-sizes", type=sizes, default=[256], help="weak scaling, per device: 256")
-    add("--counts", type=sizes, help="numbers of devices for DP and DDP, such as 2,4,8")
-    add("--threads", type=config.SIZE, help="per device (default: 1, with GPUs an equal share)")
-    add("--num-workers", type=config.COUNT, default=0, help="loader workers per device")
-    add("--rounds", type=config.SIZE, default=3)
-    add("--seconds", type=config.POSITIVE, default=3.0, help="seconds to time in a run")
-    add("--time-limit", type=config.POSITIVE, default=300.0, help="seconds for a run")
-    add("--device", choices=["auto", "cpu", "cuda", "xpu"], default="auto")
-    add("--dataset", type=config.DATASET, default="mnist")
-    add("--data-dir", type=config.PATH, default="data")
-    add("--output", type=config.PATH, help="folder (default: a new one below runs/)")
-    end = argv.index("--") if "--" in argv else len(argv)
-    if "--quick" in argv[:end]:
-        parser.set_defaults(**QUICK)
-    args = parser.parse_args(argv[:end])
-    args.flags = argv[end + 1 :]
-    for word in args.flags:
-        if word.partition("=")[0] in OWN:
-            parser.error(f"{word} after -- is set by the benchmark itself")
-    try:
-        choose_devices(args)
-    except UsageError as error:
-        parser.error(str(error))
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--devices", default="", help="for DP and DDP, such as 2,4,8 (all GPUs, or 2 cores)")
+    add("--global-batch-size", type=int, default=512, help="images of a step (512)")
+    add("--threads", type=int, help="CPU threads for each device (1, with GPUs a fair share)")
+    add("--rounds", type=int, default=3, help="how often each setting is measured (3)")
+    add("--seconds", type=float, default=5, help="time that one device trains in a round (5)")
+    add("--device", choices=["auto", "cpu"], default="auto")
+    add("--plot", metavar="FILE.png", help="draw images/s and speed-up over devices")
+    add("--runs", nargs="+", metavar="FOLDER", help="compare these finished runs, measure nothing")
+    add("flags", nargs="*", help="after --: flags of the training scripts")
+    args = parser.parse_args()
+    args.gpus = torch.cuda.device_count() if args.device == "auto" else 0
+    args.devices = [int(n) for n in args.devices.split(",") if n] or [args.gpus or 2]
+    args.threads = args.threads or max(1, args.gpus and os.cpu_count() // max(args.devices))
+    if args.gpus and max(args.devices) > args.gpus:
+        parser.error(f"--devices {max(args.devices)}: there are {args.gpus} GPUs")
+    if odd := [n for n in args.devices if args.global_batch_size % n]:
+        parser.error(f"--global-batch-size {args.global_batch_size} is no multiple of {odd[0]}")
+    if args.plot and not find_spec("matplotlib"):
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     return args
 
 
-def choose_devices(args: argparse.Namespace) -> None:
-    """Fill in the device, the numbers of devices, and the threads of each.
+def settings(args: argparse.Namespace) -> list[Setting]:
+    """Return what is compared. The first one is one device."""
+    found = [Setting("single", 1, args.threads)]
+    for n in args.devices:
+        if args.gpus:
+            found.append(Setting("dp", n, n * args.threads))
+        else:  # what the same cores do without data parallelism
+            found.append(Setting("single", 1, n * args.threads))
+        found.append(Setting("ddp", n, n * args.threads))
+    return found
+
+
+def train(setting: Setting, steps: int, args: argparse.Namespace) -> float:
+    """Start a training, and return its images/s.
 
     Raises:
-        UsageError: this machine cannot do what was asked for.
+        RuntimeError: it failed.
+        KeyboardInterrupt: Ctrl-C, after the training has ended too.
     """
-    devices = select_devices(args.device)
-    args.device = devices[0].type
-    available = usable_cores() if args.device == "cpu" else len(devices)
-    most = 2 ** (available.bit_length() - 1)  # a power of two, by which batches can be divided
-    if args.device == "cpu":
-        most = min(8, max(2, most))
-    args.counts = sorted(set(args.counts or [most]))
-    if not args.models or not args.global_batch_sizes + args.batch_sizes:
-        raise UsageError("nothing to measure: name models and batch sizes")
-    if args.device != "cpu" and args.counts[-1] > available:
-        raise UsageError(f"--counts {args.counts[-1]}: there are {available} {args.device} devices")
-    each = 1 if args.device == "cpu" else max(1, usable_cores() // args.counts[-1])
-    args.threads = args.threads or each
-    for count in args.counts:
-        for size in args.global_batch_sizes:
-            if size % count:
-                problem = f"{size} cannot be shared out among {count} devices"
-                raise UsageError(f"--global-batch-sizes {problem}")
-
-
-def plan(args: argparse.Namespace) -> list[tuple[str, int, list[Setting]]]:
-    """Return the tables: scaling, batch, and settings. The first setting is one device."""
-    tables = []
-    for model in args.models:
-        sizes = [("strong", size) for size in args.global_batch_sizes]
-        for scaling, size in [*sizes, *(("weak", size) for size in args.batch_sizes)]:
-            one = (model, 1, args.threads, size)
-            settings = [Setting("single", *one)]
-            for n in args.counts:
-                several = (model, n, n * args.threads, size // n if scaling == "strong" else size)
-                settings += [Setting(t, *several) for t in ("dp", "ddp")]
-                if args.device == "cpu":  # what the same cores do without data parallelism
-                    settings.append(Setting("single", model, 1, several[2], n * several[3]))
-            tables.append((scaling, size, settings))
-    return tables
-
-
-def build_command(setting: Setting, args: argparse.Namespace, steps: int) -> list[Any]:
-    """Return the command of a setting."""
-    technique, devices = setting.technique, setting.devices
-    per_epoch = args.train_size // (devices * setting.batch_size)
-    flags = {
-        "--dataset": args.dataset,
-        "--data-dir": args.data_dir,
-        "--device": args.device,
-        "--model": setting.model,
-        "--batch-size": setting.batch_size,
-        "--max-steps": steps,
-        "--epochs": -(-steps // per_epoch),
-        "--lr-scaling": "none",  # so that large batches do not diverge
-        "--threads": setting.threads // setting.processes,
-        "--num-workers": args.num_workers * devices // setting.processes,
-    }
-    if args.device != "cpu":
-        flags["--devices"] = ",".join(map(str, range(devices)))
-    elif technique == "dp":
-        flags["--replicas"] = devices
+    technique, devices, threads = setting
+    launcher, processes = [sys.executable], 1
     if technique == "ddp":
-        flags["--nprocs"] = devices
-    start = [sys.executable, trial.ROOT / f"train_{technique}.py", *args.flags]
-    return [*start, "--no-tensorboard", "--no-progress", *chain(*flags.items())]
-
-
-def run_all(args: argparse.Namespace, found: dict[Setting, Row]) -> None:
-    """Run each setting once a round, and add the results to ``found``. Safe to interrupt."""
-    first = {setting.model: setting for setting in reversed(found)}  # one device
-    # One run of each model finds out how many images take --seconds, and fills the page cache.
-    runs = [(-1, setting) for setting in first.values()]
-    for number in range(args.rounds):  # in turns backwards, so that a drift favours none
-        runs += [(number, setting) for setting in list(found)[:: 1 if number % 2 == 0 else -1]]
-    images: dict[str, float] = {}
-    bar = tqdm(runs, disable=None, dynamic_ncols=True, leave=False)
-    for number, setting in bar:
-        bar.set_description_str(str(setting), refresh=True)
-        record, size = found[setting], setting.devices * setting.batch_size
-        if record["failure"]:  # in a round before
-            continue
-        steps = WARMUP_STEPS + max(LEAST_STEPS, round(images.get(setting.model, 0) / size))
+        processes = devices
+        launcher += f"-m torch.distributed.run --standalone --nproc_per_node {devices}".split()
+    with tempfile.TemporaryDirectory() as folder:
+        flags = {
+            "--run-dir": folder,
+            "--batch-size": args.global_batch_size // devices,
+            "--max-steps": steps,
+            "--epochs": MANY_EPOCHS,
+            "--threads": threads // processes,
+            "--lr-scaling": "none",  # or a large batch might diverge
+        }
+        if not args.gpus:
+            flags["--device"] = "cpu"
+        elif technique != "ddp":
+            flags["--devices"] = ",".join(map(str, range(devices)))
+        words = [str(word) for flag in flags.items() for word in flag]
+        words += ["--no-tensorboard", "--no-progress", *args.flags]
+        process = subprocess.Popen(
+            [*launcher, str(ROOT / f"train_{technique}.py"), *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},  # or torchrun prints that it sets it
+        )
         try:
-            summary = trial.train(build_command(setting, args, steps), args.time_limit)
-        except trial.TrialError as error:
-            record["failure"] = str(error)
-            tqdm.write(f"benchmark.py: {setting}: {error}", file=sys.stderr)
-            continue
-        speed = summary["train_images_per_second"] or 0.0
-        if number < 0:
-            images[setting.model] = speed * args.seconds
-        else:
-            record["speeds"][number] = speed
-            record["peak_memory_bytes"] = summary["peak_memory_bytes"]
+            output, _ = process.communicate()
+        except KeyboardInterrupt:
+            process.terminate()  # torchrun passes it on to its ranks
+            process.communicate()
+            raise
+        if process.returncode:
+            lines = output.splitlines() or ["no output"]
+            raise RuntimeError(next((line for line in lines if "error: " in line), lines[-1]))
+        return json.loads(Path(folder, "summary.json").read_text())["train_images_per_second"]
 
 
-def build_tables(args: argparse.Namespace, found: dict[Setting, Row]) -> dict[str, list[Row]]:
-    """Return the rows of each table, by its title."""
-    tables = {}
-    for scaling, size, settings in plan(args):
-        share = "in all" if scaling == "strong" else "on each device"
-        title = f"{scaling} scaling: {settings[0].model}, {size} images a step {share}"
-        rows = tables[title] = list[Row]()
-        for setting in settings:
-            record = found[setting]
+def measure(args: argparse.Namespace, speeds: Speeds) -> None:
+    """Run each setting once in each round, and fill ``speeds``.
 
-            def over(other: Setting, record: Row = record) -> Row | None:
-                """Divide round by round, since both had the same load then."""
-                ours, theirs = record["speeds"], found[other]["speeds"]
-                return summarize({r: ours[r] / theirs[r] for r in ours if r in theirs})
-
-            row = {"scaling": scaling, "size": size, **setting._asdict(), **record}
-            row |= {"processes": setting.processes, "ratio": over(settings[0])}
-            row["images_per_second"] = summarize(record["speeds"])
-            if setting.technique == "ddp":
-                row["to_dp"] = over(setting._replace(technique="dp"))
-            rows.append(row)
-    return tables
+    Raises:
+        RuntimeError: one device failed already. Later failures are printed.
+        KeyboardInterrupt: Ctrl-C. ``speeds`` has what was complete.
+    """
+    images = args.seconds * train(next(iter(speeds)), FIRST_STEPS, args)  # reads the data once, too
+    steps = max(FIRST_STEPS, round(images / args.global_batch_size))
+    for number in range(args.rounds):
+        # Every other round goes backwards: a machine that becomes slower favours nobody.
+        for setting in list(speeds)[:: -1 if number % 2 else 1]:
+            try:
+                speed = speeds[setting][number] = train(setting, steps, args)
+            except RuntimeError as error:
+                print(f"{setting}: {error}", file=sys.stderr)
+            else:
+                print(f"round {number + 1}: {setting}: {speed:,.0f} images/s", file=sys.stderr)
 
 
-def summarize(rounds: dict[int, float]) -> Row | None:
-    """Return median, min, max and the values of the rounds, or None if there are none."""
-    values = list(rounds.values())
+def ratios(speeds: Speeds, setting: Setting, other: Setting) -> list[float]:
+    """Return how many times as fast as another a setting is, in each round that has both."""
+    rounds = speeds[setting].keys() & speeds[other].keys()
+    return [speeds[setting][i] / speeds[other][i] for i in rounds]
+
+
+def spread(values: list[float], form: str) -> str:
+    """Return median and range, such as ``1.5 (1.4 to 1.6)``."""
     if not values:
-        return None
-    found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
-    return {**found, "rounds": rounds}
+        return "-"
+    of_all = (statistics.median(values), min(values), max(values))
+    return "{} ({} to {})".format(*(format(value, form) for value in of_all))
 
 
-def cells(row: Row) -> list[str]:
-    """Return a row of a table as text, in the order of HEADINGS."""
-    threads = f"{row['processes']} x {row['threads'] // row['processes']}"
-    own = [row["technique"], str(row["devices"]), threads]
-    speed = row["images_per_second"]
-    if not speed:
-        return [*own, "failed" if row["failure"] else "-", *["-"] * 3]
-    return [
-        *own,
-        f"{speed['median']:,.0f}",
-        f"{speed['min']:,.0f}-{speed['max']:,.0f}" if len(speed["rounds"]) > 1 else "-",
-        f"{row['ratio']['median']:.2f}" if row["ratio"] else "-",
-        f"{max(row['peak_memory_bytes'], default=0) / 2**20:,.0f}",
-    ]
-
-
-def verdicts(rows: list[Row]) -> Iterator[str]:
-    """Yield a sentence for each number of devices: DDP against DP, and both against one process."""
+def print_table(*rows: tuple[str, ...]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        found = row.get("to_dp")
-        if not found:
-            continue
-        once = len(found["rounds"]) == 1
-        ends = "one round" if once else f"{found['min']:.2f}-{found['max']:.2f}"
-        sentence = f"DDP is {found['median']:.2f} x as fast as DP ({ends})"
-        if found["min"] <= 1 <= found["max"] and not once:
-            sentence = f"no difference between DP and DDP seen in this run ({ends})"
-        same = [r for r in rows if r["threads"] == row["threads"] and r["ratio"]]
-        best = max(r["ratio"]["max"] for r in same if r["technique"] in ("dp", "ddp"))
-        if any(r["technique"] == "single" and r["ratio"]["min"] > best for r in same):
-            sentence += "; one process on the same cores is faster"
-        elif best < 1:
-            sentence += "; one device is faster"
-        yield f"{row['devices']} devices: {sentence}"
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
 
 
-def text(results: dict[str, Any]) -> str:
-    """Return all tables for a terminal of 80 columns, with what they depend on."""
-    blocks = [
-        "\n".join([title, compare.table([HEADINGS, *map(cells, rows)]), *verdicts(rows)])
-        for title, rows in results["tables"].items()
-    ]
-    blocks.append(f"{results['about']}; rounds: {results['rounds']}\n{results['others']}".rstrip())
-    return "\n\n".join([*blocks, READING])
+def report(args: argparse.Namespace, speeds: Speeds) -> None:
+    """Print the figures, and what they depend on."""
+    first = next(iter(speeds))
+    rows = [("", "devices", "threads", "images/s", "speed-up")]
+    for setting, rounds in speeds.items():
+        speed, ratio = list(rounds.values()), ratios(speeds, setting, first)
+        cells = spread(speed, ",.0f"), spread(ratio, ".2f")
+        rows.append((setting.technique, str(setting.devices), str(setting.threads), *cells))
+    print_table(*rows)
+    for n in args.devices if args.gpus else []:
+        dp, ddp = (Setting(technique, n, n * args.threads) for technique in ("dp", "ddp"))
+        found = ratios(speeds, ddp, dp)
+        verdict = "no difference seen: " if found and min(found) <= 1 <= max(found) else ""
+        print(f"{verdict}on {n} GPUs DDP is {spread(found, '.2f')} times as fast as DP")
+    device = torch.cuda.get_device_name() if args.gpus else f"cores of {os.cpu_count()}"
+    print(
+        f"{args.global_batch_size} images a step; devices: {device}; torch {torch.__version__};"
+        f" rounds: {args.rounds}; flags: {' '.join(args.flags) or 'none'}. Median (and range) of"
+        " the rounds. Ranges that overlap show no difference."
+    )
 
 
-def describe(args: argparse.Namespace) -> str:
-    """Return what the figures depend on, in one line."""
-    cpu = platform.machine()
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(line[13:] for line in lines if line.startswith("model name\t: "))
-    where = f"{usable_cores()} cores of {cpu}"
-    if args.device == "cuda":
-        where = ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count())))
-    flags = f"; flags: {' '.join(args.flags)}" if args.flags else ""
-    date = time.strftime("%Y-%m-%d %H:%M")
-    return f"{args.dataset}, {where}, torch {torch.__version__}, {date}{flags}"
+def compare(folders: list[str]) -> None:
+    """Print the results of finished runs. Speed-ups are those over the first one."""
+    runs = [json.loads(Path(folder, "summary.json").read_text()) for folder in folders]
+    rows = [("", "devices", "images/s", "speed-up", "test accuracy", "train seconds")]
+    for run in runs:
+        speed, first = run["train_images_per_second"], runs[0]["train_images_per_second"]
+        alike = ("dataset", "model", "device", "global_batch_size")
+        ratio = f"{speed / first:.2f}" if all(run[k] == runs[0][k] for k in alike) else "-"
+        cells = f"{speed:,.0f}", ratio, f"{run['test_accuracy']:.2%}", f"{run['train_seconds']:.1f}"
+        rows.append((run["technique"], str(run["num_devices"]), *cells))
+    print_table(*rows)
+    device = "a GPU" if runs[0]["device"] == "cuda" else "a core of the CPU"
+    print(f"A device is {device}. A step has {runs[0]['global_batch_size']} images.")
+    if any(run["technique"] == "dp" and run["num_devices"] == 1 for run in runs):
+        print("dp: nn.DataParallel only calls the model, since it needs two GPUs.")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure, report, and return the exit status."""
-    args.train_size = len(data.load_dataset(args.dataset, args.data_dir)[0])
-    devices = args.counts[-1]
-    largest = max([*args.global_batch_sizes, *(devices * size for size in args.batch_sizes)])
-    if args.train_size // largest <= WARMUP_STEPS:
-        raise UsageError(f"a global batch of {largest} leaves an epoch of too few steps to time")
-    usage = compare.read_usage(os.getpid())
-    settings = [setting for _, _, settings in plan(args) for setting in settings]
-    found: dict[Setting, Row] = {
-        setting: {"speeds": {}, "peak_memory_bytes": [], "failure": ""} for setting in settings
-    }
-    folder = Path(args.output or time.strftime("runs/benchmark-%Y%m%d-%H%M%S"))
-    folder.mkdir(parents=True, exist_ok=True)  # not after minutes of measuring
-    interrupted = False
+def plot(path: str, args: argparse.Namespace, speeds: Speeds) -> None:
+    """Draw images/s, and the speed-up over one device, for 1, 2... devices."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    first = next(iter(speeds))
+    for technique in ("dp", "ddp"):
+        own = [first, *(setting for setting in speeds if setting.technique == technique)]
+        for axes, values in (
+            (left, [list(speeds[setting].values()) for setting in own]),
+            (right, [ratios(speeds, setting, first) for setting in own]),
+        ):
+            done = [(s.devices, x) for s, x in zip(own, values, strict=True) if x]
+            middle = [statistics.median(x) for _, x in done]
+            low = [m - min(x) for m, (_, x) in zip(middle, done, strict=True)]
+            high = [max(x) - m for m, (_, x) in zip(middle, done, strict=True)]
+            if len(done) > 1:
+                devices = [n for n, _ in done]
+                axes.errorbar(devices, middle, (low, high), marker="o", capsize=3, label=technique)
+    right.plot(*[[1, *args.devices]] * 2, color="grey", linestyle=":", label="ideal")
+    for axes, name in ((left, "images/s"), (right, "speed-up over one device")):
+        axes.set(xlabel="GPUs" if args.gpus else "cores", ylabel=name, ylim=(0, None))
+        axes.set_xticks([1, *args.devices])
+    right.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> int:
+    args = parse_args()
+    if args.runs:
+        compare(args.runs)
+        return 0
+    # Whoever stops the benchmark with SIGTERM gets the table as well.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    speeds: Speeds = {setting: {} for setting in settings(args)}
+    status = 0
     try:
-        run_all(args, found)
+        measure(args, speeds)
+    except RuntimeError as error:
+        sys.exit(f"benchmark.py: error: {error}")
     except KeyboardInterrupt:
-        interrupted = True
-        print("interrupted: these are the runs that were complete", file=sys.stderr)
-    results = {
-        "about": describe(args),
-        "complete": not interrupted,
-        "command": shlex.join(["python", *sys.argv]),
-        "rounds": args.rounds,
-        "others": compare.describe_others(usage, compare.read_usage(os.getpid())),
-        "tables": build_tables(args, found),
-    }
-    write_json(folder / "benchmark.json", results)
-    (folder / "benchmark.txt").write_text(text(results) + "\n")
-    print(f"{text(results)}\n\nresults in {folder}/benchmark.json and benchmark.txt")
-    return 130 if interrupted else int(any(record["failure"] for record in found.values()))
+        status = 130
+        print("interrupted: this is what was complete", file=sys.stderr)
+    report(args, speeds)
+    if args.plot:
+        plot(args.plot, args, speeds)
+    return status or int(any(len(rounds) < args.rounds for rounds in speeds.values()))
 
 
 if __name__ == "__main__":
-    sys.exit(trial.start(run, parse_args(sys.argv[1:])))
+    sys.exit(main())

@@ -1,0 +1,280 @@
+"""Short data sets, and passes over loaders: what each rank drew, and what it did with it.
+
+A length is shortened where a data set tells it, not where a loop ends. So samplers share out a
+short epoch by their own rules, and the script's loops end by themselves.
+"""
+
+import contextlib
+import functools
+import random
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import record
+import torch
+import torch.utils.data as data
+from record import replaces, state
+from torch import Tensor
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+BATCH = 4
+SAMPLES = 16  # samples of each rank in an epoch: four whole batches
+COMPARED = 6  # samples of a data set whose content is compared
+NO_WORKERS = {"num_workers": 0, "timeout": 0, "multiprocessing_context": None}
+NO_WORKERS |= {"prefetch_factor": None, "persistent_workers": False, "pin_memory": False}
+GENERATORS: dict[str, tuple[Any, Any]] = {
+    "torch": (torch.get_rng_state, torch.set_rng_state),
+    "random": (random.getstate, random.setstate),
+    "numpy": (np.random.get_state, np.random.set_state),
+}
+whole_lengths = record.Nested()  # while data sets tell their real lengths
+latest: list["Pass"] = []  # the passes whose batches the last forward saw
+_open: list["Pass"] = []
+_datasets: defaultdict[str, dict[int, Any]] = defaultdict(dict)  # by the lines of their loaders
+_contents: dict[int, list[int]] = {}  # by the id of the data set
+_counts: Counter[str] = Counter()  # number of passes, by the key of the loader
+_former: dict[str, "Pass"] = {}  # the training pass before, by the key of the loader
+
+
+def shorter(length: int) -> int:
+    """Return a length that divides by the number of ranks exactly if the given one does."""
+    most = SAMPLES * state.world
+    return length if length <= most or whole_lengths.depth else most - (-length % state.world)
+
+
+@replaces(data, data.dataset)
+def random_split(real: Any, dataset: Any, lengths: Any, *args: Any, **keywords: Any) -> Any:
+    """Split by the lengths that are written, or by those that follow from a short length."""
+    lengths, short = list(lengths), len(dataset)
+    if sum(lengths) == short and min(lengths) >= 0:
+        return real(dataset, lengths, *args, **keywords)
+    with whole_lengths:
+        if sum(lengths) == short:  # such as 55000 and what is left
+            lengths[-1] += len(dataset) - short
+        return real(dataset, lengths, *args, **keywords)
+
+
+def _shorten(kind: Any) -> None:
+    """Let the data sets of a class, and of those below it, tell short lengths."""
+    if real := vars(kind).get("__len__"):
+        kind.__len__ = functools.wraps(real)(lambda self: shorter(real(self)))
+    for child in kind.__subclasses__():
+        _shorten(child)
+
+
+def _subclasses(cls: Any, **keywords: Any) -> None:
+    super(data.Dataset, cls).__init_subclass__(**keywords)
+    _shorten(cls)
+
+
+data.Dataset.__init_subclass__ = classmethod(_subclasses)  # type: ignore[assignment]
+_shorten(data.Dataset)
+
+
+def digest(value: Any) -> int:
+    """Return a checksum of what data sets return. It is 0 for an unknown type."""
+    if isinstance(value, Tensor):
+        value = value.detach().float().numpy()
+    if isinstance(value, dict):
+        value = tuple(value.items())
+    if isinstance(value, list | tuple):
+        # Python's generator has 625 integers. As one text they take a tenth of the time.
+        are_integers = all(type(item) is int for item in value)
+        value = str(value if are_integers else [digest(item) for item in value])
+    if hasattr(value, "tobytes"):
+        return zlib.crc32(value.tobytes())
+    plain = isinstance(value, int | float | str | bytes | None)
+    return zlib.crc32(repr(value).encode()) if plain else 0
+
+
+def marks() -> dict[str, int]:
+    """Return a checksum of the state of each random generator."""
+    return {name: digest(get()) for name, (get, _) in GENERATORS.items()}
+
+
+def tell_draws(where: str, before: dict[str, int], key: str = "", seed: int | None = None) -> None:
+    """Tell from which states numbers were drawn since: equal states draw equal numbers."""
+    for name, after in marks().items():
+        if after != before.get(name, after):
+            mark = before[name] if seed is None else seed
+            same = (where, key, name, mark)
+            record.tell("equal random numbers", same=same, where=where, name=name)
+
+
+@contextlib.contextmanager
+def randomness_kept() -> Iterator[None]:
+    """Give the generators their states back at the end of a block."""
+    states = [(put, get()) for get, put in GENERATORS.values()]
+    try:
+        yield
+    finally:
+        for put, kept in states:
+            put(kept)
+
+
+def content(dataset: Any) -> list[int]:
+    """Return checksums of some samples under a fixed seed, or nothing if they differ each time."""
+    if id(dataset) not in _contents:
+        looks: list[list[int]] = [[], []]
+        # A data set that refuses an index ends the look.
+        with randomness_kept(), contextlib.suppress(Exception):
+            for look in looks:
+                for part in range(COMPARED):
+                    index = part * (len(dataset) - 1) // (COMPARED - 1)
+                    torch.random.default_generator.manual_seed(index)
+                    random.seed(index)
+                    np.random.seed(index)
+                    look.append(digest(dataset[index]))
+        _contents[id(dataset)] = looks[0] if looks[0] == looks[1] else []
+    return _contents[id(dataset)]
+
+
+def sample_mark(dataset: Any, index: int) -> tuple[int, int]:
+    """Return what tells a sample from others: a mark of the whole set, and the index in it."""
+    while isinstance(dataset, data.Subset):
+        dataset, index = dataset.dataset, int(dataset.indices[index])
+    return digest(content(dataset)), index
+
+
+class Pass:
+    """One iteration over a loader: what was drawn, and what was done with it."""
+
+    def __init__(self, loader: Any) -> None:
+        self.facts, self.dataset = loader._facts, loader.dataset
+        self.key, self.begun = self.facts["key"], state.clock
+        self.number = -1  # of this pass over the loader; the first forward sets it
+        self.mode: bool | None = None  # whether the first model is in training mode
+        self.modes: set[bool | None] = set()  # the same of all models that are trained
+        self.is_fresh = self.trained = self.evaluated = self.complete = False
+        self.reads = self.count = self.fetched = 0  # batches, samples, samples of the last batch
+        self.is_stream = isinstance(self.dataset, data.IterableDataset)
+        self.length = 0 if self.is_stream else len(self.dataset)
+        self.content = content(self.dataset) if self.length else []
+        self.indices: list[int] = []
+        self.samples: list[Any] = []
+        self.before: dict[str, int] = {}  # states of the generators before a batch was read
+        self.rows = 0  # rows of the last forward: a script may take a part of a batch
+        self.buffers: list[Any] | None = None  # sums of BatchNorm's statistics at an evaluation
+
+    def draw(self, index: Any) -> None:
+        """Note the index of a batch, or of a sample where there are no batches."""
+        indices = index if isinstance(index, list | tuple) else [index]
+        if self.length and all(isinstance(item, int | np.integer) for item in indices):
+            self.indices += map(int, indices)
+            self.samples += [sample_mark(self.dataset, int(item)) for item in indices]
+        self.reads += 1
+        self.count += len(indices)
+        self.fetched = len(indices)
+
+    def finish(self) -> None:
+        """Tell what was drawn, and what is wrong with it that this rank alone can see."""
+        _open.remove(self)
+        if self.number < 0:  # the script has only looked at the data
+            return
+        if not self.trained and not self.evaluated and self.mode is not False:
+            _counts[self.key] -= 1  # it has only looked at the model
+            return
+        names = ("begun", "number", "complete", "length", "content", "indices", "samples", "reads")
+        facts = self.facts | {name: getattr(self, name) for name in (*names, "buffers")}
+        facts |= {"use": "training" if self.trained else "evaluation", "epoch": self.number + 1}
+        facts["divided"] = 0 < self.rows < self.fetched
+        record.tell("pass", **facts)
+        if not self.trained:
+            if self.mode and self.complete:
+                record.tell("evaluates in training mode", **facts)
+            return
+        former, order = _former.get(self.key), self.indices
+        _former[self.key] = self
+        if self.modes == {False}:
+            record.tell("trains in evaluation mode", **facts)
+        if former and len(order) > 3 and former.indices == order != sorted(order):
+            record.tell("no set_epoch", **facts)
+
+
+def forward_begins(grads: bool, mode: bool | None) -> bool:
+    """Note what the batches read last are used for; return whether there were any."""
+    fresh = [item for item in _open if item.is_fresh]
+    latest[:] = fresh or latest
+    for item in fresh:
+        if item.number < 0:
+            item.number = _counts[item.key]
+            _counts[item.key] += 1
+        item.mode = mode if item.mode is None else item.mode
+        item.evaluated = item.evaluated or not grads
+        item.is_fresh = False
+    return bool(fresh)
+
+
+def backward_begins() -> None:
+    for item in latest:
+        if item.number >= 2 and not item.trained:
+            record.leave("cut", message="what follows after two epochs: the check ended there")
+        item.trained = True
+
+
+@replaces(data.DataLoader, name="__init__")
+def loader(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
+    passed = record.by_name(real, self, *args, **keywords)
+    dataset, sampler, size = passed["dataset"], passed.get("sampler"), passed.get("batch_size", 1)
+    # A loader is known by its lines and, where a loop makes several, by the number of its data set.
+    lines = list(record.frames())
+    known = _datasets[" < ".join(lines)]
+    known[id(dataset)] = dataset
+    key = f"{' < '.join(lines)} {list(known).index(id(dataset))}"
+    facts: dict[str, Any] = {"key": key, "line": lines[0] if lines else ""}
+    facts |= {"batches": None, "workers": passed.get("num_workers", 0)}
+    facts["seeded"] = passed.get("worker_init_fn") is not None
+    facts["pads"] = type(sampler) is data.DistributedSampler and not sampler.drop_last
+    if size and passed.get("batch_sampler") is None:
+        passed["batch_size"] = min(size, BATCH)
+        with whole_lengths, contextlib.suppress(Exception):  # a stream has no length
+            whole = len(sampler or dataset)
+            facts["batches"] = whole // size if passed.get("drop_last") else -(-whole // size)
+    self._facts = facts
+    real(**passed | {name: value for name, value in NO_WORKERS.items() if name in passed})
+
+
+@replaces(_BaseDataLoaderIter, name="_next_index")
+def next_index(real: Any, self: Any) -> Any:
+    index = real(self)
+    self._pass.draw(index)
+    self._pass.before = marks()  # after a sampler has drawn
+    return index
+
+
+@replaces(data.DataLoader, name="__iter__")
+def batches(real: Any, self: Any) -> Iterator[Any]:
+    """Yield the batches of a loader, and note what was drawn."""
+    iterator, item = real(self), Pass(self)
+    iterator._pass, facts = item, item.facts
+    _open.append(item)
+    try:
+        while True:
+            if item.is_stream and item.count > SAMPLES * state.world:
+                record.tell("left out", what="the end of a stream: it was stopped after a while")
+                break
+            # Workers would draw from seeds of their own, which follow from the loader's one.
+            with randomness_kept() if facts["workers"] else contextlib.nullcontext():
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    break
+                if not (facts["workers"] and facts["seeded"]):
+                    seed = iterator._base_seed if facts["workers"] else None
+                    tell_draws("for their samples", item.before, item.key, seed)
+            item.is_fresh = True
+            yield batch
+        item.complete = True
+    finally:
+        item.finish()
+
+
+def _finish() -> None:
+    for item in list(_open):
+        item.finish()
+
+
+record.at_the_end.append(_finish)

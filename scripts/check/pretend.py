@@ -1,0 +1,288 @@
+"""Stand-ins for what is not here: GPUs, data sets and weights to download, and trackers.
+
+Every tensor stays on the CPU. The check notes on which GPU the script wants it.
+"""
+
+import contextlib
+import importlib.machinery as machinery
+import inspect
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+import record
+import torch
+import torch.utils.model_zoo
+from record import replaces, state
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+_current = 0
+_visible: list[str] = []  # the GPUs that this process sees, since it first used one
+
+
+def visible() -> list[str]:
+    """Return the GPUs that this process sees. CUDA reads the variable only once."""
+    every = ",".join(map(str, range(state.each)))
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")
+    return _visible or [item.strip() for item in listed if item.strip()]
+
+
+def index_of(device: Any) -> int | None:
+    """Return the GPU's index that a device names, or None for anything but a GPU."""
+    if isinstance(device, str):
+        device = torch.device(device)
+    if isinstance(device, torch.device) and device.type == "cuda":
+        return _current if device.index is None else device.index
+    return device if type(device) is int else None
+
+
+def use(device: Any = None) -> int:
+    """Return the index of a GPU, None being the current one. This rank has to have it."""
+    index, count = index_of(device), len(visible())
+    _visible[:] = visible()
+    if index is None or index < 0:
+        return _current
+    if index >= count:
+        if state.nodes > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
+            record.tell("device by global rank", what=index, devices=count)
+        raise RuntimeError(f"CUDA error: invalid device ordinal ({index} of {count} pretended)")
+    return index
+
+
+def set_device(device: Any) -> None:
+    global _current
+    _current = use(device)
+
+
+@contextlib.contextmanager
+def on_device(device: Any) -> Iterator[None]:
+    """Choose a GPU for a block, in place of ``torch.cuda.device``."""
+    before = _current
+    set_device(device)
+    yield
+    set_device(before)
+
+
+class Devices(TorchFunctionMode):
+    """Replaces each device in the arguments of a call by the CPU."""
+
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        is_first = func in (Tensor.to, Tensor.cuda) and len(args) > 1
+        device = args[1] if is_first else kwargs.get("device")
+        if func in (Tensor.cuda, Tensor.pin_memory, Tensor.record_stream):
+            use(device)
+            return args[0]
+        if index_of(device) is not None:
+            use(device)
+            args = (args[0], "cpu", *args[2:]) if is_first else args
+            kwargs |= {} if is_first else {"device": "cpu"}
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return func(*args, **kwargs)
+
+
+@replaces(torch.autograd)
+def _engine_run_backward(real: Any, *args: Any, **keywords: Any) -> Any:
+    # Tensor.backward has switched the mode off, but hooks and custom functions need it.
+    with Devices():
+        return real(*args, **keywords)
+
+
+@replaces(nn.Module)
+def to(real: Any, self: nn.Module, *args: Any, **keywords: Any) -> nn.Module:
+    device = keywords.get("device", args[0] if args else None)
+    if index_of(device) is not None:
+        self.__dict__["_pretended"] = use(device)
+        keywords["device"], args = "cpu", () if "device" in keywords else args[1:]
+    return real(self, *args, **keywords)
+
+
+@replaces(nn.Module)
+def cuda(real: Any, self: nn.Module, device: Any = None) -> nn.Module:
+    return self.to("cuda" if device is None else device)
+
+
+@replaces(torch, nn.Module)
+def compile(real: Any, model: Any = None, *args: Any, **options: Any) -> Any:
+    record.tell("left out", what="torch.compile")
+    if isinstance(model, nn.Module):
+        model.__dict__["_orig_mod"] = model
+    return model if model is not None else lambda function: function
+
+
+@replaces(nn.SyncBatchNorm)
+def convert_sync_batchnorm(real: Any, module: nn.Module, process_group: Any = None) -> nn.Module:
+    record.tell("left out", what="SyncBatchNorm (each rank normalised its own batch)")
+    for part in module.modules():  # the statistics of these would be equal on all ranks
+        part.__dict__["_synchronized"] = True
+    return module
+
+
+@replaces(torch.autocast, name="__init__")
+def autocast(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
+    if keywords.get("enabled", True):
+        record.tell("left out", what="autocast (it computed in float32)")
+    real(self, "cpu", dtype=torch.bfloat16, enabled=False)
+
+
+@replaces(torch.amp.GradScaler, name="__init__")
+def scaler(real: Any, self: Any, device: str = "cuda", *args: Any, **keywords: Any) -> None:
+    real(self, "cpu", *args, **keywords)
+
+
+RealGenerator = torch.Generator
+
+
+class _AnyGenerator(type(RealGenerator)):  # type: ignore[misc]
+    def __instancecheck__(cls, item: Any) -> bool:
+        return isinstance(item, RealGenerator)
+
+
+class Generator(RealGenerator, metaclass=_AnyGenerator):  # type: ignore[misc]
+    """Makes a generator of the CPU, whatever device the script asks for."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return RealGenerator()
+
+
+GIB = 2**30
+STREAM = MagicMock(elapsed_time=lambda other: 1.0, is_capturing=lambda: False)  # an event, too
+PROPERTIES = MagicMock(total_memory=80 * GIB, major=8, minor=0, multi_processor_count=108)
+PROPERTIES.name = "pretended"
+ANSWERS: dict[str, Any] = {  # what functions of torch.cuda return. All others return 0.
+    "get_device_properties": PROPERTIES,
+    "get_device_name": PROPERTIES.name,
+    "get_device_capability": (8, 0),
+    "current_accelerator": torch.device("cuda"),
+    "mem_get_info": (80 * GIB, 80 * GIB),
+    "memory_stats": defaultdict(int),
+    "nvtx": MagicMock(),
+}
+ANSWERS |= dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), GIB)
+ANSWERS |= dict.fromkeys(("max_memory_reserved", "memory_cached"), GIB)
+ANSWERS |= dict.fromkeys(("Event", "Stream", "stream", "current_stream", "default_stream"), STREAM)
+ANSWERS |= dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True)
+CALLS: dict[str, Any] = {name: MagicMock(return_value=answer) for name, answer in ANSWERS.items()}
+CALLS |= {"device": on_device, "device_count": lambda: len(visible())}
+CALLS |= dict.fromkeys(("current_device", "current_device_index"), lambda: _current)
+CALLS |= dict.fromkeys(("set_device", "set_device_index", "set_device_idx"), set_device)
+CALLS |= {"get_rng_state": lambda *args: torch.get_rng_state()}
+CALLS |= {name: getattr(torch, name) for name in dir(torch) if name.endswith("Tensor")}
+for _owner in (torch.cuda, torch.accelerator):
+    for _name, _value in list(vars(_owner).items()):
+        if _name in CALLS or (inspect.isfunction(_value) and _name[0] != "_"):
+            setattr(_owner, _name, CALLS.get(_name, MagicMock(return_value=0)))
+torch.Generator = Generator  # type: ignore[misc]
+torch.set_default_device = torch.set_default_tensor_type = MagicMock()
+Devices().__enter__()
+
+TRACKERS = ["torch.utils.tensorboard", "tensorboardX", "wandb", "visdom", "comet_ml", "neptune"]
+TRACKERS += ["neptune.new", "mlflow", "mlflow.pytorch", "swanlab"]
+
+
+class Settings(dict[str, Any]):
+    """A dictionary whose items are attributes as well, as in ``wandb.config``."""
+
+    __getattr__ = dict.__getitem__
+
+    def update(self, values: Any, **options: Any) -> None:  # type: ignore[override]
+        super().update(values if isinstance(values, dict) else vars(values))
+
+
+def tracker(name: str) -> MagicMock:
+    """Return a stand-in for a package that logs runs, as TensorBoard does."""
+    module = MagicMock(__path__=[], __spec__=machinery.ModuleSpec(name, None), __name__=name)
+    module.config = Settings()
+
+    def open_one(log_dir: Any = "runs", *args: Any, **keywords: Any) -> MagicMock:
+        record.tell("every rank logs", same=name, name=name)
+        module.config.update(keywords.get("config") or {})
+        path = str(keywords.get("logdir") or log_dir or "runs")
+        opened = MagicMock(log_dir=path, logdir=path, dir=path, config=module.config)
+        opened.get_logdir.return_value = path
+        return opened
+
+    for opener in ("init", "init_run", "SummaryWriter", "Visdom", "start_run", "Experiment"):
+        getattr(module, opener).side_effect = open_one
+    return module
+
+
+for _name in TRACKERS:
+    sys.modules[_name] = tracker(_name)
+    _package, _, _module = _name.rpartition(".")
+    if _package:
+        setattr(sys.modules[_package], _module, sys.modules[_name])
+
+SETS: dict[str, Any] = {  # torchvision's: an image's shape, classes, training and test samples
+    "MNIST": ((28, 28), 10, 60000, 10000),
+    "FashionMNIST": ((28, 28), 10, 60000, 10000),
+    "CIFAR10": ((32, 32, 3), 10, 50000, 10000),
+    "CIFAR100": ((32, 32, 3), 100, 50000, 10000),
+    "ImageNet": ((256, 256, 3), 1000, 1281167, 50000),
+    "ImageFolder": ((256, 256, 3), 2, 2048, 512),
+}
+NO_WEIGHTS: dict[str, Any] = {}  # in place of weights that a script would download
+_downloaded: set[str] = set()  # names of the data sets that this process has downloaded
+
+
+def _no_weights(*args: Any, **keywords: Any) -> dict[str, Any]:
+    record.tell("left out", what="pretrained weights (fresh ones instead)")
+    return NO_WEIGHTS
+
+
+def _drawn(real: Any, shape: tuple[int, ...], classes: int, *counts: int) -> Any:
+    """Return a class of torchvision that draws its images, but reads a folder that exists."""
+    name, is_folder = real.__name__, "Folder" in real.__name__ or "Net" in real.__name__
+
+    class Drawn(real):  # type: ignore[misc]
+        def __init__(self, *args: Any, **keywords: Any) -> None:
+            passed = record.by_name(real, *args, **keywords)
+            passed |= passed.pop("kwargs", {})
+            if name == "ImageFolder" and os.path.isdir(passed["root"]):
+                return super().__init__(*args, **keywords)
+            record.tell("left out", what=f"the data set {name} (drawn images instead)")
+            if passed.get("download") and name not in _downloaded:
+                record.tell("every rank downloads", same=(name, state.node), name=name)
+                _downloaded.add(name)
+            how = {key: passed.get(key) for key in ("transform", "target_transform")}
+            torchvision.datasets.VisionDataset.__init__(self, passed["root"], **how)
+            split = passed.get("split", "train" if passed.get("train", True) else "test")
+            self.train = split == "train" and "val" not in Path(passed["root"]).name
+            count = counts[not self.train]
+            images = np.random.RandomState(0).randint(0, 256, (64, *shape), np.uint8)
+            self.classes = [str(number) for number in range(classes)]
+            if not isinstance(getattr(real, "class_to_idx", None), property):
+                self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
+            self.targets: Any = [number % classes for number in range(count)]
+            if is_folder:
+                self.samples = self.imgs = list(enumerate(self.targets))
+                self.loader = lambda number: Image.fromarray(images[number % 64])
+            else:
+                self.data: Any = np.resize(images, (count, *shape))
+            if len(shape) == 2:
+                self.data, self.targets = map(torch.as_tensor, (self.data, self.targets))
+
+        def __iter__(self) -> Iterator[Any]:
+            return map(self.__getitem__, range(len(self)))
+
+    return Drawn
+
+
+with contextlib.suppress(ImportError):
+    import torchvision
+    from PIL import Image
+
+    for _name, _facts in SETS.items():
+        _real = getattr(torchvision.datasets, _name)
+        for _place in (torchvision.datasets, inspect.getmodule(_real)):
+            setattr(_place, _name, _drawn(_real, *_facts))
+    replaces(torchvision.models.ResNet18_Weights.__base__, name="get_state_dict")(_no_weights)
+torch.hub.load_state_dict_from_url = _no_weights  # type: ignore[assignment]
+torch.utils.model_zoo.load_url = _no_weights  # type: ignore[assignment]

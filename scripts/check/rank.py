@@ -1,0 +1,219 @@
+"""Run a script as one rank, with stand-ins for what is not here."""
+
+import argparse
+import faulthandler
+import importlib.machinery as machinery
+import importlib.util
+import json
+import os
+import random
+import re
+import signal
+import sys
+import time
+import traceback
+import types
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest.mock import MagicMock
+
+import files
+import loaders
+import numpy as np
+import pretend
+import project
+import record
+import torch
+import torch.multiprocessing as mp
+import training
+from record import replaces, state
+
+FOREIGN = "pytorch_lightning|lightning|accelerate|deepspeed|horovod|colossalai|ray"
+PATIENCE = re.compile(r"""\b(\w*patience)\b["']?\s*(?::\s*int\s*)?[=:,][^\n#]*?\b(\d+)\b""", re.I)
+_started: list[BaseProcess] = []  # processes that the script has started: each is a rank
+
+
+def launched(port: int) -> dict[str, str]:
+    """Return the variables that launchers give to this rank: torchrun, or all of them."""
+    values = {
+        "RANK SLURM_PROCID OMPI_COMM_WORLD_RANK PMI_RANK": state.rank,
+        "WORLD_SIZE SLURM_NTASKS SLURM_NPROCS OMPI_COMM_WORLD_SIZE PMI_SIZE": state.world,
+        "LOCAL_RANK SLURM_LOCALID OMPI_COMM_WORLD_LOCAL_RANK": state.rank % state.each,
+        "LOCAL_WORLD_SIZE SLURM_NTASKS_PER_NODE OMPI_COMM_WORLD_LOCAL_SIZE": state.each,
+        "GROUP_RANK NODE_RANK SLURM_NODEID": state.node,
+        "SLURM_NNODES SLURM_JOB_NUM_NODES": state.nodes,
+        "SLURM_GPUS_ON_NODE": state.each,
+        "MASTER_ADDR SLURM_NODELIST SLURM_JOB_NODELIST SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID SLURM_JOB_ID SLURM_JOBID": 1,
+    }
+    found = {name: str(value) for names, value in values.items() for name in names.split()}
+    others = ("SLURM", "OMPI", "PMI") if state.mode != "all" else ()
+    return {name: value for name, value in found.items() if not name.startswith(others)}
+
+
+def run(request: dict[str, Any]) -> NoReturn:
+    """Run the script as this rank."""
+    for name, value in (request | {"process": os.getpid(), "began": time.time()}).items():
+        setattr(state, name, value)
+    state.each = state.world // state.nodes
+    state.node = state.rank // state.each
+    state.is_parent = state.mode == "spawn"
+    state.told = open(f"{state.root}/.told{state.rank}", "w", buffering=1)  # noqa: SIM115
+    project.BOUNDS[project.BATCHES] = 2 * state.world  # scripts may divide it by the ranks
+    # If this process aborts, or the check aborts it, this file shows where it waited.
+    faulthandler.enable(open(f"{state.root}/.stack{state.rank}", "w"))  # noqa: SIM115
+    files.confine()
+    signal.alarm(int(request["limit"]) + 60)  # if nobody is left who would end this process
+    os.environ.update(launched(request["port"]) if state.mode != "spawn" else {})
+    os.environ["TMPDIR"] = state.root
+    del os.environ["CUDA_VISIBLE_DEVICES"]
+    os.chdir(os.path.join(state.root, request["folder"]))
+    path, package = f"{state.root}/{request['script']}", request["package"]
+    arguments = [text.replace("{node}", str(state.node)) for text in request["arguments"]]
+    sys.argv = [path, *project.bounded_arguments(arguments)]
+    sys.path[0] = os.getcwd() if package is not None else os.path.dirname(path)
+    for own in (project, record, files, pretend, loaders, training):
+        del sys.modules[own.__name__]  # the script may have modules of these names
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__file__, main.__package__ = path, package
+    if state.is_parent:  # each rank plays the parent of all, so all have to draw alike in it
+        _seed(0)
+    try:
+        exec(compiled(Path(path).read_bytes(), path), vars(main))
+        _run_started()
+    except SystemExit as leaving:
+        _leave_with(leaving.code)
+    except BaseException as error:
+        _fail(error)
+    record.leave("ended")
+
+
+def _leave_with(status: Any) -> NoReturn:
+    if status in (None, 0):
+        record.leave("ended")
+    record.leave("error", message=f"it ended with exit status {status}", line="")
+
+
+@replaces(os)
+def _exit(real: Any, status: int) -> None:
+    _leave_with(status) if os.getpid() == state.process else real(status)
+
+
+def _seed(seed: int) -> None:
+    for seeding in (torch.manual_seed, random.seed, np.random.seed):
+        seeding(seed)
+
+
+def _fail(error: BaseException) -> NoReturn:
+    """Report an exception, with the script's own line. The verdict decides what it means."""
+    traceback.print_exception(error)
+    message, line = f"{type(error).__name__}: {error}"[:2000], ""
+    if isinstance(error, ModuleNotFoundError):
+        message = f"it needs the package {error.name}, which is not installed here"
+    how = "waited" if re.search("gloo|onnection (closed|reset)|timed out", message) else "error"
+    trace = traceback.extract_tb(error.__traceback__)
+    is_own = trace[-1].filename.startswith(os.path.dirname(os.path.abspath(__file__)))
+    if is_own and isinstance(error, AttributeError | NameError | TypeError):
+        message = f"inside of the check itself, {message}"
+    for frame in trace:
+        if frame.filename.startswith(state.root):
+            line = record.place(frame.filename, frame.lineno)
+    record.leave(how, message=message, line=line)
+
+
+def compiled(data: Any, path: str) -> types.CodeType:
+    """Compile a file of the script, with its numbers bounded."""
+    text = importlib.util.decode_source(data)
+    if found := re.search(rf"^(?:import|from) ({FOREIGN})\b", text, re.M):
+        record.leave("not judged", message=f"it uses {found[1]}, which is not judged")
+    for name, number in PATIENCE.findall(text):
+        if int(number) > 1:  # in two epochs a patience of one may end
+            what = (
+                f"early stopping, or a plateau: {name} is {number}, and the check runs two epochs"
+            )
+            record.tell("left out", what=what)
+    return compile(project.bounded_code(text), path, "exec", dont_inherit=True)
+
+
+def _run_started(processes: list[Any] | None = None) -> None:
+    """Be one of the processes that the script starts. Rank 0 is their parent afterwards, too."""
+    processes = processes or list(_started)
+    _started.clear()
+    if not processes:
+        return
+    if state.mode != "spawn" or len(processes) != state.each:
+        record.again(len(processes) * state.nodes, "spawn")
+    state.is_parent = False
+    _seed(1000 + int.from_bytes(os.urandom(3)))
+    processes[state.rank % state.each].run()
+    if state.rank:
+        record.leave("ended")
+    state.is_parent = True
+
+
+@replaces(machinery.SourceFileLoader)
+def source_to_code(real: Any, self: Any, data: Any, path: Any, **keywords: Any) -> Any:
+    is_script = str(path).startswith(state.root)
+    return compiled(data, str(path)) if is_script else real(self, data, path, **keywords)
+
+
+@replaces(argparse.ArgumentParser)
+def parse_known_args(real: Any, self: Any, args: Any = None, namespace: Any = None) -> Any:
+    args = list(sys.argv[1:] if args is None else args)
+    for spelled in ("--local_rank", "--local-rank") if state.mode == "torchrun" else ():
+        option = self._option_string_actions.get(spelled)
+        if option and not {str(a).partition("=")[0] for a in args} & {*option.option_strings}:
+            args.append(f"{spelled}={state.rank % state.each}")
+    found, rest = real(self, args, namespace)
+    bounded = {name: project.bounded(name, value) for name, value in vars(found).items()}
+    vars(found).update(bounded)
+    return found, rest
+
+
+@replaces(time)
+def sleep(real: Any, seconds: float) -> None:
+    """Sleep for a second at most: who sleeps for longer looks like a rank that waits in vain."""
+    real(min(seconds, 1))
+
+
+@replaces(mp, sys.modules["torch.multiprocessing.spawn"])
+def spawn(real: Any, fn: Any, args: Any = (), nprocs: int = 1, *a: Any, **keywords: Any) -> Any:
+    """Be the rank of this number, in place of ``mp.spawn``."""
+    _run_started([mp.Process(target=fn, args=(index, *args)) for index in range(nprocs)])
+    return types.SimpleNamespace(join=lambda *args, **keywords: True, processes=[])
+
+
+replaces(mp, sys.modules["torch.multiprocessing.spawn"], name="start_processes")(spawn)
+
+
+@replaces(BaseProcess)
+def start(real: Any, self: Any) -> None:
+    """Start a helper. A rank waits until all of them are known."""
+    by_script = sys._getframe(2).f_code.co_filename.startswith(state.root)
+    module = sys.modules.get(getattr(self._target or type(self), "__module__", ""))
+    text = project.text_of(Path(getattr(module, "__file__", None) or "nowhere"))
+    if state.groups or not by_script or "init_process_group" not in text:
+        return real(self)
+    self._popen = MagicMock(**{"poll.return_value": 0})
+    _started.append(self)
+
+
+@replaces(BaseProcess)
+def join(real: Any, self: Any, timeout: Any = None) -> None:
+    _run_started()
+    real(self, timeout)
+
+
+@replaces(Barrier)
+def wait(real: Any, self: Any, timeout: Any = None) -> int:
+    """Pass a barrier of the script's parent, of which each rank here has a copy of its own."""
+    state.clock += 1
+    return 0
+
+
+sys.dont_write_bytecode = True
+if __name__ == "__main__":
+    run(json.loads(sys.argv[1]))

@@ -1,0 +1,294 @@
+"""Watch the training: collectives, what goes through and past the wrapper, and each step."""
+
+import os
+import re
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+import loaders
+import pretend
+import record
+import torch
+import torch.distributed as dist
+from record import replaces, state
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.modules.module import (
+    _IncompatibleKeys,
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook as after_step
+from torch.optim.optimizer import register_optimizer_step_pre_hook as before_step
+
+COLLECTIVES = re.compile(
+    "(all_)?(gather|reduce)(_(into_tensor|object|coalesced|single))?|all_to_all(_single)?|new_group"
+    "|reduce_scatter(_tensor|_single)?|(broadcast|scatter)(_object_list)?|(monitored_)?barrier"
+)
+BETWEEN_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
+SENT = ("obj", "tensor", "input_tensor", "input", "input_list")  # arguments that a rank gives
+PLANNED = ("T_max", "total_steps", "total_iters")  # attributes of schedules
+MOST_VALUES = 64  # of a result of an evaluation
+SHOWN = 40  # steps that are compared
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+Sums = tuple[float, float] | None
+wrappers: list["Watched"] = []
+names: dict[int, str] = {}  # of parameters that were wrapped, by their id
+owners: dict[int, "Watched"] = {}  # the wrapper that averages a parameter, by its id
+schedulers: dict[Any, str] = {}  # the line that made each of them
+_counted = record.Nested()
+_forwards = record.Nested()
+_backwards = record.Nested()  # checkpointing computes a part of the forward again in them
+_began: dict[str, int] = {}  # torch's random state when this step got its batch
+_stepping: list[Any] = []  # the parameters of each optimizer whose step has begun
+_turns: Counter[int] = Counter()  # number of steps, by the id of the optimizer
+
+
+@replaces(dist, c10d)
+def init_process_group(real: Any, *args: Any, **keywords: Any) -> None:
+    passed = record.by_name(real, *args, **keywords)
+    for name in ("world_size", "rank"):
+        if passed.get(name) in (-1, None):
+            passed[name] = os.environ[name.upper()]
+    world, rank = int(passed["world_size"]), int(passed["rank"])
+    if world != state.world:
+        record.again(world, state.mode)
+    state.clock += 1
+    state.groups += 1
+    state.is_parent = False
+    store = dist.FileStore(f"{state.root}/.store{state.groups}", world)
+    record.tell("group", given=rank)
+    wait = timedelta(seconds=state.limit)  # the check ends ranks that wait in vain
+    real("gloo", store=store, rank=state.rank, world_size=world, timeout=wait)
+
+
+def _numbers(value: Any) -> list[float]:
+    """Return the numbers of a result, as of a metric. Large tensors are no metric."""
+    if isinstance(value, Tensor):
+        value = value.detach().flatten().tolist() if value.numel() <= MOST_VALUES else []
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [number for item in value[:MOST_VALUES] for number in _numbers(item)]
+    return [float(value)] if isinstance(value, int | float) else []
+
+
+def _count(real: Any, *args: Any, **keywords: Any) -> Any:
+    """Count a collective of all ranks, and note what it combines."""
+    if _counted.depth:  # all_gather_object calls all_gather
+        return real(*args, **keywords)
+    passed, name = record.by_name(real, *args, **keywords), real.__name__
+    state.clock += passed.get("group") in (None, dist.group.WORLD)
+    if re.search("reduce|gather", name):
+        sent = next((passed[key] for key in SENT if passed.get(key) is not None), None)
+        elements = sent.numel() if isinstance(sent, Tensor) else 0
+        facts = {"values": _numbers(sent), "mean": "AVG" in str(passed.get("op"))}
+        record.tell("combined", elements=elements, **facts)
+    if name == "new_group":
+        passed["backend"] = "gloo"
+    with _counted:
+        return real(**passed)
+
+
+for _name in filter(COLLECTIVES.fullmatch, dir(dist)):
+    replaces(dist, c10d, name=_name)(_count)
+
+
+def _send(real: Any, *args: Any, **keywords: Any) -> Any:
+    record.tell("sent between two")
+    return real(*args, **keywords)
+
+
+for _name in BETWEEN_TWO:
+    replaces(dist, c10d, name=_name)(_send)
+dist.is_nccl_available = lambda: True
+
+
+class Watched:
+    """What is known of one wrapped model."""
+
+    def __init__(self, ddp: Any) -> None:
+        self.ddp, self.ranks = ddp, dist.get_process_group_ranks(ddp.process_group)
+        self.modules = {id(module) for module in ddp.module.modules()}
+        self.in_forward = record.Nested()
+        # Calls since the last step of its parameters: a letter and a line of each.
+        self.calls, self.lines, self.has_stepped = "", list[str](), False
+        wrappers.append(self)
+        for name, p in ddp.module.named_parameters():
+            names[id(p)] = name
+            if p.requires_grad:
+                owners[id(p)] = self
+
+    def note(self, letter: str) -> None:
+        if self.has_stepped:
+            self.calls, self.lines, self.has_stepped = "", [], False
+        if len(self.calls) < 60:
+            self.calls += letter
+            self.lines.append(next(record.frames(), ""))
+
+
+@replaces(DDP, name="__init__")
+def wrap(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
+    passed = record.by_name(real, self, *args, **keywords)
+    model = passed["module"]
+    ids = [vars(part)["_pretended"] for part in model.modules() if "_pretended" in vars(part)]
+    ids += passed.pop("device_ids", None) or []
+    passed.pop("output_device", None)
+    real(**passed)
+    state.clock += 1
+    Watched(self)
+    record.tell("wrapped")
+    if ids:
+        device = pretend.visible()[pretend.use(ids[0])]
+        record.tell("two ranks on one device", same=(state.node, device), device=device)
+
+
+@replaces(DDP)
+def forward(real: Any, self: Any, *args: Any, **keywords: Any) -> Any:
+    item = next((item for item in wrappers if item.ddp is self), None)
+    if not item:  # a copy of a wrapped model
+        return real(self, *args, **keywords)
+    if torch.is_grad_enabled():
+        item.note("F" if self.require_backward_grad_sync else "f")
+    else:
+        record.tell("through")
+    with item.in_forward:
+        return real(self, *args, **keywords)
+
+
+def _module_begins(module: nn.Module, inputs: Any) -> None:
+    grads = torch.is_grad_enabled()
+    trains = grads and any(p.requires_grad for p in module.parameters())
+    if not _forwards.depth and not _backwards.depth:
+        modes = [part.training for part in module.modules() if isinstance(part, NORMS + DROPOUTS)]
+        mode = any(modes) if modes else None
+        is_of_batch = loaders.forward_begins(grads, mode)
+        if trains and (is_of_batch or not _began):
+            _began["torch"] = loaders.marks()["torch"]
+        # BatchNorm alone may be switched off on purpose, in a model that is in training mode.
+        root = module.module if isinstance(module, DDP) else module
+        tensors = [item for item in inputs if isinstance(item, Tensor) and item.dim()]
+        for batch in loaders.latest if trains else ():
+            batch.modes.add(None if mode is None else mode or root.training)
+            batch.rows = tensors[0].shape[0] if tensors else batch.rows
+        if trains and tensors and not loaders.latest and state.steps < SHOWN:
+            record.tell("input", digests=[loaders.digest(tensor) for tensor in tensors])
+    _forwards.depth += 1
+    for item in wrappers if trains and not _backwards.depth else ():
+        if id(module) in item.modules and not item.in_forward.depth and item.calls[-1:] != "P":
+            item.note("P")
+
+
+def _module_ends(module: nn.Module, inputs: Any, output: Any) -> None:
+    _forwards.depth = max(_forwards.depth - 1, 0)
+    for batch in loaders.latest if not _forwards.depth and not torch.is_grad_enabled() else ():
+        if batch.buffers is None:  # after the forward, because a wrapper may send buffers in it
+            parts = [part for part in module.modules() if isinstance(part, NORMS)]
+            parts = [part for part in parts if "_synchronized" not in vars(part)]
+            batch.buffers = [_sums(part.running_mean) for part in parts]
+
+
+register_module_forward_pre_hook(_module_begins)
+register_module_forward_hook(_module_ends, always_call=True)
+
+
+@replaces(nn.Module)
+def load_state_dict(real: Any, self: Any, values: Any, *args: Any, **keywords: Any) -> Any:
+    if values is pretend.NO_WEIGHTS:
+        return _IncompatibleKeys([], [])
+    for item in wrappers:
+        if self is item.ddp or id(self) in item.modules:
+            item.note("L")
+    return real(self, values, *args, **keywords)
+
+
+@replaces(torch.autograd)
+def backward(real: Any, *args: Any, **keywords: Any) -> Any:
+    if not _backwards.depth:  # not in the backward that checkpointing makes within another
+        loaders.backward_begins()
+        for item in wrappers:
+            item.note("B" if item.ddp.require_backward_grad_sync else "b")
+    with _backwards:
+        real(*args, **keywords)
+
+
+def _sums(tensor: Any) -> Sums:
+    """Return two sums that tell tensors apart. A bias's gradients may add up to zero."""
+    if tensor is None:
+        return None
+    tensor = tensor.coalesce().values() if tensor.is_sparse else tensor
+    values = tensor.detach().double()
+    return values.sum().item(), (values * values.abs()).sum().item()
+
+
+def _belongs(parameter: Tensor) -> str:
+    """Return "averaged", or what is wrong if the parameter's gradients differ."""
+    if id(parameter) in owners:
+        return "averaged"
+    if any(parameter is other for item in wrappers for other in item.ddp.parameters()):
+        return "added or unfrozen after wrapping"
+    return "outside the wrapper" if wrappers else "gradients differ"
+
+
+def _step_begins(optimizer: Any, args: Any, keywords: Any) -> None:
+    loaders.tell_draws("between a batch and its step, as for dropout", _began)
+    values = []
+    for number, group in enumerate(optimizer.param_groups):
+        for position, p in enumerate(group["params"]):
+            name = names.get(id(p), f"parameter {position} of group {number}")
+            owner = owners.get(id(p))
+            facts = {"name": name, "belongs": _belongs(p), "elements": p.numel()}
+            facts["ranks"] = owner.ranks if owner else list(range(state.world))
+            facts["log"] = (owner.calls, owner.lines) if owner else ("", [])
+            facts |= {"before": _sums(p), "grad": _sums(p.grad)}
+            values.append((p, facts))
+    _stepping.append(values)
+
+
+def _step_ends(optimizer: Any, args: Any, keywords: Any) -> None:
+    stepped = _stepping.pop()
+    if _stepping:  # an optimizer inside of an optimizer
+        return
+    values = [{**facts, "after": _sums(p)} for p, facts in stepped]
+    _turns[id(optimizer)] += 1
+    facts: dict[str, Any] = {
+        "optimizer": list(_turns).index(id(optimizer)),
+        "turn": _turns[id(optimizer)],
+    }
+    facts["rates"] = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    record.tell("step", values=values, wrapped=len(wrappers), **facts)
+    for item in {owners[id(p)] for p, _ in stepped if id(p) in owners}:
+        item.has_stepped = True
+    _began.clear()
+    state.steps += 1
+    if state.steps >= SHOWN:
+        record.leave("cut", message=f"what follows after {SHOWN} steps: the check ended there")
+
+
+before_step(_step_begins)
+after_step(_step_ends)
+
+
+@replaces(LRScheduler, name="__init__")
+def schedule(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
+    schedulers[self] = next(record.frames(), "")
+    real(self, *args, **keywords)
+
+
+def _tell_schedules() -> None:
+    """Tell for how many steps each schedule was made, and how many it took."""
+    for item, line in schedulers.items():
+        planned = [vars(item)[name] for name in PLANNED if name in vars(item)]
+        if planned:
+            record.tell("schedule", line=line, planned=planned[0], taken=item.last_epoch)
+
+
+record.at_the_end.append(_tell_schedules)
+record.refuse("nn.DataParallel", nn.DataParallel, "__init__")
+record.refuse("FSDP", FullyShardedDataParallel, "__init__")
+record.refuse("Join, whose ranks may differ by intention", DDP, "join_hook")

@@ -1,0 +1,207 @@
+"""Train MNIST with DistributedDataParallel, in a run that can be stopped and resumed.
+
+    torchrun --standalone --nproc_per_node 2 ddp_resume.py
+
+The same command resumes the run from ./checkpoint.pt, also with more --epochs or with another
+number of processes. With one or two processes, and the same number as before, the weights become
+those of a run without a stop, to the last bit. To start from the beginning, remove checkpoint.pt.
+Each run needs a folder of its own.
+
+After SIGTERM or Ctrl-C, all processes finish the same step, rank 0 saves, and all end with status
+0. (torchrun itself then ends with status 1.) A run that is killed loses at most 100 steps.
+
+Compare this file with ddp.py: each addition has a comment that begins with RESUME or STOP.
+
+    diff ddp.py ddp_resume.py
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import zipfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler
+from torchvision.datasets import MNIST
+from torchvision.transforms import ToTensor
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train MNIST.")
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--batch-size", type=int, default=64, help="of each device")
+    parser.add_argument("--data-dir", default="data", help="where MNIST is, or is downloaded to")
+    args = parser.parse_args()
+
+    # DDP: torchrun starts the processes and numbers them. RANK is unique in the whole job, and
+    # LOCAL_RANK is unique on one machine. WORLD_SIZE is the number of processes of all machines.
+    # (After init_process_group, dist.get_rank() and dist.get_world_size() return the same.)
+    if "RANK" not in os.environ:
+        parser.exit(2, f"start it with: torchrun --standalone --nproc_per_node 2 {sys.argv[0]}\n")
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ["LOCAL_RANK"])
+    # DDP: all processes end after an error, and rank 0 alone prints it.
+    if not os.access(".", os.W_OK):
+        parser.exit(2, "this folder is read-only: choose another one\n" if rank == 0 else None)
+    # RESUME: rank 0 alone reads the file. It does so before the processes are connected, so that no
+    # collective call of another process fails if the file is damaged.
+    checkpoint: list[Any] = [None]
+    if rank == 0 and os.path.exists("checkpoint.pt"):
+        try:
+            # torch.load does not compare checksums, but the file is a zip file, which has them.
+            if zipfile.ZipFile("checkpoint.pt").testzip():
+                raise ValueError("wrong checksum")
+            # map_location: load_state_dict copies each tensor to its own GPU later. Without it, the
+            # tensors would be loaded to the GPU from which they were saved.
+            checkpoint[0] = torch.load("checkpoint.pt", map_location="cpu", weights_only=True)
+        except Exception as error:
+            reason = type(error).__name__
+            parser.exit(1, f"checkpoint.pt is damaged ({reason}): mv previous.pt checkpoint.pt\n")
+    # DDP: each process uses a GPU of its own. It is GPU 0 if the process sees one GPU only.
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    # DDP: connect the processes. From here on they can call collectives, for example a barrier. All
+    # of them must make the same calls in the same order. NCCL is for GPUs, and gloo for CPUs.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    # DDP: each rank gets other random numbers, for its dropout. The first weights differ as well,
+    # until DDP broadcasts rank 0's weights below.
+    torch.manual_seed(rank)
+
+    # DDP: one process of each machine downloads, and the others wait at the barrier. Otherwise all
+    # would write the same files at once. (If all machines share the folder, use rank instead.)
+    if local_rank == 0:
+        MNIST(args.data_dir, download=True)
+    dist.barrier()
+    train_set = MNIST(args.data_dir, train=True, transform=ToTensor(), download=True)
+    test_set = MNIST(args.data_dir, train=False, transform=ToTensor(), download=True)
+    # DDP: --batch-size is the batch of each process. A step uses the batches of all processes.
+    global_batch_size = args.batch_size * world_size
+    if global_batch_size > len(train_set):
+        parser.exit(2, f"only {len(train_set)} images: lower --batch-size\n" if rank == 0 else None)
+    # This process loads each batch itself, when the loop asks for it. With num_workers=2, two other
+    # processes load the next batches meanwhile.
+    # DDP: the sampler shuffles in the same way on all ranks, and gives each rank its own share. All
+    # shares are equally long, or a rank with one batch more would wait for the others in vain. The
+    # defaults are right: shuffle=True, and num_replicas and rank from the process group.
+    train_sampler = DistributedSampler(train_set, drop_last=True)
+    # DDP: each rank tests a share without padding, so that each image is tested exactly once. (With
+    # DistributedSampler, some images would be tested twice, if the shares are not equally long.)
+    test_loader = DataLoader(test_set, 500, sampler=range(rank, len(test_set), world_size))
+
+    block1 = nn.Sequential(nn.Conv2d(1, 16, 5), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2))
+    block2 = nn.Sequential(nn.Conv2d(16, 32, 5), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2))
+    head = nn.Sequential(nn.Flatten(), nn.Dropout(0.2), nn.Linear(512, 10))
+    model: nn.Module = nn.Sequential(block1, block2, head).to(device)
+    # DDP: the wrapper broadcasts rank 0's weights, so that all ranks start with the same.
+    model = DDP(model)
+    # With a larger batch an epoch has fewer steps, so the rate of each step is higher. It is never
+    # more than four times as high, because training fails at much higher rates.
+    lr = 0.03 * min(global_batch_size / 64, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
+    # RESUME: the position is the number of complete epochs, and the number of images that all ranks
+    # together have used of the next epoch.
+    first_epoch, seen, stop = 0, 0, torch.tensor(0)
+    # RESUME: all ranks load what rank 0 has read, so only rank 0's machine needs the file.
+    dist.broadcast_object_list(checkpoint, src=0)
+    if checkpoint[0]:
+        model.module.load_state_dict(checkpoint[0]["model"])
+        optimizer.load_state_dict(checkpoint[0]["optimizer"])
+        # The loaded rate is that of the run before, perhaps with another number of processes.
+        optimizer.param_groups[0]["lr"] = lr
+        first_epoch, seen = checkpoint[0]["epoch"], checkpoint[0]["seen"]
+        if rank == 0:
+            print(f"checkpoint.pt has {first_epoch} epochs, and {seen} images of the next one")
+
+    # RESUME: add what else has a state, for example "scheduler": scheduler.state_dict().
+    def save_checkpoint(epoch: int, seen: int) -> None:
+        state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+        # checkpoint.pt is always complete, even if this process is killed while it saves.
+        torch.save(state | {"epoch": epoch, "seen": seen}, "checkpoint.pt.tmp")
+        if os.path.exists("checkpoint.pt"):
+            shutil.copyfile("checkpoint.pt", "previous.pt")
+        os.replace("checkpoint.pt.tmp", "checkpoint.pt")
+
+    # STOP: only remember the signal, so that it never interrupts a step or a save.
+    signals: list[int] = []
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, lambda number, frame: signals.append(number))
+    # RESUME: begin with the epoch that was interrupted.
+    for epoch in range(first_epoch, args.epochs):
+        # DDP: without this call, each epoch would have the order of the first one.
+        train_sampler.set_epoch(epoch)
+        # RESUME: the ranks use the images of the shuffled epoch in turn, so each one leaves out the
+        # beginning of its share. (If the new number of ranks does not divide the number of images
+        # that have been used, a few of them are used again: fewer than there are ranks.)
+        left = list(train_sampler)[seen // world_size :]
+        train_loader = DataLoader(train_set, args.batch_size, sampler=left, drop_last=True)
+        model.train()
+        for step, (images, labels) in enumerate(train_loader, start=1):
+            # RESUME: the random numbers of a step depend on the position and the rank alone, so a
+            # resumed run draws the same dropout.
+            torch.manual_seed((epoch * len(train_set) + seen) * world_size + rank)
+            images, labels = images.to(device), labels.to(device)
+            loss = F.cross_entropy(model(images), labels)
+            # DDP: the backward averages the gradients over the ranks, bucket by bucket, while it
+            # still computes. After it they are equal on all ranks. optimizer.step() sends nothing.
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += global_batch_size
+            # STOP: all ranks must leave the loop after the same step, or some would wait for ranks
+            # that have left. So every ten steps they add up how many signals they have received.
+            if step % 10 == 0:
+                stop = torch.tensor(len(signals))
+                dist.all_reduce(stop)
+            # RESUME: a run that is killed goes on from here.
+            if rank == 0 and (stop or step % 100 == 0):
+                save_checkpoint(epoch, seen)
+            if stop:
+                break
+        if stop:
+            if rank == 0:
+                print(f"stopped after {seen} images of epoch {epoch + 1}: see checkpoint.pt")
+            break
+        seen = 0
+
+        # DDP: the first forward of the test broadcasts rank 0's buffers (the running statistics of
+        # batch normalisation), so all ranks test the model that rank 0 saves.
+        model.eval()
+        sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct labels, labels
+        with torch.no_grad():
+            for images, labels in test_loader:
+                outputs, labels = model(images.to(device)), labels.to(device)
+                sums[0] += F.cross_entropy(outputs, labels, reduction="sum")
+                sums[1] += (outputs.argmax(dim=1) == labels).sum()
+                sums[2] += labels.numel()
+        # DDP: add up the sums of all ranks. All ranks make this call, and all get the result.
+        dist.all_reduce(sums)
+        # Divide last. A mean of the batches' means would be wrong, since the last batch is smaller.
+        loss, correct, count = sums.tolist()
+        result = f"loss {loss / count:.4f}, {correct / count:.2%} of {count:.0f} correct"
+        # DDP: rank 0 alone prints and saves. A collective call in here would wait for the other
+        # ranks, which do not make it. Save the model inside the wrapper: in the wrapper's own
+        # state_dict(), each name begins with "module.", and no unwrapped model could load it.
+        if rank == 0:
+            print(f"epoch {epoch + 1}: learning rate {lr:g}, {result}")
+            # To keep a file for each epoch, name it f"model_{epoch + 1}.pt".
+            torch.save(model.module.state_dict(), "model.pt")
+            # RESUME: this is the last thing, because a complete epoch is not repeated.
+            save_checkpoint(epoch + 1, 0)
+    # DDP: not in a `finally`. After an error on one rank, this call could wait for the others.
+    dist.destroy_process_group()
+    # DDP: gloo's threads still run when Python ends, and abort about one process in a hundred
+    # (pytorch/pytorch#179291). So end without Python's clean-up. Exit handlers do not run then.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

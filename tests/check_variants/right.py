@@ -1,0 +1,116 @@
+"""Right ways that look like mistakes, or that a check could stumble over."""
+
+import argparse
+import copy
+import fcntl
+import os
+import subprocess
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import wandb
+from common import Images, network, start
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader, DistributedSampler, random_split
+from torch.utils.tensorboard import SummaryWriter
+
+total_batch_size = 524288  # a constant, from which others are computed
+assert total_batch_size % 1024 == 0
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=300)
+parser.add_argument("--batch-size", type=int, default=4096)
+parser.add_argument("--patience", type=int, default=7)
+parser.add_argument("--local-rank", type=int, default=0)
+args = parser.parse_args()
+assert args.local_rank == int(os.environ["LOCAL_RANK"])
+
+rank, world_size = start()
+torch.ones(2, device="cuda")
+thread = threading.Thread(target=lambda: torch.ones(2).cuda())
+thread.start()
+thread.join()
+with open("lock", "w") as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    if not os.path.exists("shared.pt"):
+        torch.save(torch.ones(2), "shared.pt")
+    fcntl.flock(file, fcntl.LOCK_UN)
+subprocess.run(["true"], check=True)
+if rank == 0:
+    SummaryWriter("runs").add_scalar("loss", 1.0, 1)
+    assert wandb.init(config={"lr": 0.1}).config.lr == 0.1
+time.sleep(20)  # as one who waits for a file system
+
+kept = torch.Generator().manual_seed(0)
+train_set, valid_set = random_split(Images(2400), [2000, 400], generator=kept)
+random_split(Images(100), [0.8, 0.2], generator=kept)
+sampler = DistributedSampler(train_set, drop_last=True)
+loader = DataLoader(
+    train_set, args.batch_size, sampler=sampler, num_workers=2, persistent_workers=True
+)
+test_set = Images(101, seed=1)
+test_loader = DataLoader(test_set, 32, sampler=range(rank, len(test_set), world_size))
+
+raw_model = network(nn.BatchNorm1d(16), nn.Dropout(0.1)).cuda()
+next(raw_model.parameters()).requires_grad_(False)
+model = DistributedDataParallel(raw_model, device_ids=[rank])
+model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+average, teacher = torch.optim.swa_utils.AveragedModel(model), copy.deepcopy(raw_model).eval()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+scheduler = OneCycleLR(optimizer, 0.1, epochs=args.epochs, steps_per_epoch=len(loader))
+scaler = torch.amp.GradScaler("cuda")
+other = DistributedDataParallel(network().cuda())
+second = torch.optim.Adam(other.parameters(), betas=(0.5, 0.9))
+
+for epoch in range(args.epochs):
+    sampler.set_epoch(epoch)
+    model.train()
+    for number, (images, labels) in enumerate(loader):
+        images, labels = images.cuda(), labels.cuda()
+        with torch.no_grad():
+            teacher(images)
+        model.require_backward_grad_sync = number % 2 == 1
+        with torch.autocast("cuda", torch.float16):
+            loss = F.cross_entropy(model(images), labels)
+        scaler.scale(loss).backward()
+        scheduler.step()
+        if number % 2 == 1:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+        second.zero_grad()
+        F.cross_entropy(other(images), labels).backward()
+        second.step()
+
+    for buffer in raw_model.buffers():
+        dist.broadcast(buffer, 0)
+    model.eval()
+    sums = torch.zeros(2).cuda()
+    with torch.no_grad():
+        for images, labels in test_loader:
+            answers = raw_model(images.cuda()).argmax(dim=1)
+            sums += torch.tensor([(answers == labels.cuda()).sum(), len(labels)])
+        average(images)
+    dist.all_reduce(sums)
+    if rank == 0:
+        torch.save(raw_model.state_dict(), "model.pt")
+    dist.barrier()
+    torch.load("model.pt", map_location="cuda")
+    stop = torch.tensor(float(rank == 0 and sums[1] < 0)).cuda()
+    dist.all_reduce(stop)
+    if stop > 0:
+        break
+mean = torch.tensor([float(rank)]).cuda()
+dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+assert mean.item() == 0.5
+assert (epoch, args.batch_size) == (1, 4)
+dist.destroy_process_group()

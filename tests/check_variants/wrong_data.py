@@ -1,0 +1,81 @@
+"""Mistakes with data, evaluations, files and devices."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torchvision
+from common import Images, network
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import DataLoader, DistributedSampler, random_split
+from torch.utils.tensorboard import SummaryWriter
+
+EPOCHS = 2
+dist.init_process_group("nccl")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torchvision.datasets.MNIST("data", download=True)  # finds: every rank downloads
+writer = SummaryWriter("runs")  # finds: every rank logs
+
+train_set, test_set = Images(600), Images(101, seed=1)
+torch.manual_seed(rank)
+train_part, _ = random_split(train_set, [0.8, 0.2])
+torch.manual_seed(0)
+sampler = DistributedSampler(train_set)
+shared = DataLoader(train_set, 64, sampler=sampler)  # finds: no set_epoch
+sampler = DistributedSampler(train_part, shuffle=False)
+other = DataLoader(train_part, 64, sampler=sampler)  # finds: other data + trains in evaluation mode
+
+raw_model = network(nn.BatchNorm1d(16), nn.Dropout(0.1)).cuda()
+model = DistributedDataParallel(  # finds: two ranks on one device
+    raw_model, find_unused_parameters=True
+)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+steps = EPOCHS * sum(len(DataLoader(part, 64)) for part in (train_set, train_part))
+scheduler = CosineAnnealingLR(optimizer, T_max=steps)  # finds: schedule of one device
+
+
+def train(loader: DataLoader) -> None:
+    for images, labels in loader:
+        loss = F.cross_entropy(model(images.cuda()), labels.cuda())
+        loss.backward()
+        optimizer.step()  # finds: equal random numbers
+        optimizer.zero_grad()
+        scheduler.step()
+
+
+def correct(loader: DataLoader) -> torch.Tensor:
+    """Return the number of correct answers and of samples."""
+    found = torch.zeros(2).cuda()
+    with torch.no_grad():
+        for images, labels in loader:
+            answers = raw_model(images.cuda()).argmax(dim=1)
+            found += torch.tensor([(answers == labels.cuda()).sum(), len(labels)])
+    return found
+
+
+part = range(rank, len(test_set), world_size)
+padded = DataLoader(test_set, 32, sampler=DistributedSampler(test_set))  # finds: padded evaluation
+means = DataLoader(test_set, 32, sampler=part)  # finds: mean of means + other statistics
+share = DataLoader(test_set, 32, sampler=part)  # finds: evaluates a share
+whole = DataLoader(test_set, 32)  # finds: evaluates in training mode
+
+for _epoch in range(EPOCHS):
+    model.eval()
+    train(other)
+    model.train()
+    train(shared)
+
+    model.eval()
+    sums = correct(means)
+    accuracy = sums[0] / sums[1]
+    dist.all_reduce(accuracy)
+    accuracy /= world_size
+    sums = correct(padded)
+    dist.all_reduce(sums)
+    accuracy = sums[0] / sums[1]
+    accuracy = correct(share)[0] / len(test_set)
+    model.train()
+    correct(whole)
+    torch.save(model.state_dict(), "model.pt")  # finds: every rank saves + module. in keys
+dist.destroy_process_group()

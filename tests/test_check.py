@@ -1,0 +1,216 @@
+"""The check of anyone's DDP script: each mistake is found on its line, and a right script is clean.
+
+The folder check_variants holds the scripts. A comment "finds: A + B" says what is wrong in a line.
+"""
+
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from tests.processes import ROOT, run, succeed
+
+CHECK = ROOT / "scripts/check"
+VARIANTS = ROOT / "tests/check_variants"
+sys.path.insert(0, str(CHECK))
+import project  # noqa: E402
+import verdict  # noqa: E402
+
+needs_torchvision = pytest.mark.skipif(not find_spec("torchvision"), reason="needs torchvision")
+
+
+def checked(folder, script, *arguments, options=()):
+    """Check a variant in a folder, which has to stay as it is, and return what is printed."""
+    for name in ("common.py", script):
+        shutil.copy(VARIANTS / name, folder)
+    before = sorted(folder.rglob("*"))
+    command = [sys.executable, CHECK / "check.py", "--json", *options, script, *arguments]
+    ended = run(*command, cwd=folder, timeout=150)
+    assert sorted(folder.rglob("*")) == before
+    found = json.loads(ended.stdout)
+    assert found["status"] == ended.status, ended.text
+    return found
+
+
+def expected(script):
+    """Return the findings that a variant's comments announce, each with its line."""
+    lines = enumerate((VARIANTS / script).read_text().splitlines(), start=1)
+    found = [(number, *line.split("  # finds: ")[1:]) for number, line in lines]
+    return {
+        (kind, f"{script}:{at}") for at, *kinds in found for k in kinds for kind in k.split(" + ")
+    }
+
+
+def is_right(found):
+    return (found["status"], found["findings"], found["could_not"]) == (0, [], "")
+
+
+@pytest.mark.parametrize(
+    ("script", "nodes"),
+    [
+        ("wrong_training.py", 1),
+        pytest.param("wrong_data.py", 1, marks=needs_torchvision),
+        ("stops_alone.py", 1),
+        pytest.param("hangs.py", 1, marks=pytest.mark.slow),
+        pytest.param("by_hand.py", 1, marks=pytest.mark.slow),
+        pytest.param("device_by_rank.py", 2, marks=pytest.mark.slow),
+        pytest.param("equal_ranks.py", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_mistakes_are_found_on_their_lines_and_nothing_else_is(tmp_path, script, nodes):
+    found = checked(tmp_path, script, options=["--nodes", nodes])
+    assert {(item["kind"], item["line"]) for item in found["findings"]} == expected(script), found
+    for item in found["findings"]:
+        assert item["level"] == verdict.TABLE[item["kind"]].level
+    assert found["status"] == 1
+    if script == "wrong_training.py":
+        assert "(only rank 0 loads a checkpoint)" in str(found)
+
+
+def test_a_right_script_is_clean_from_any_folder_and_what_is_not_seen_is_said(tmp_path):
+    """It is started by the name of the check's folder, from a folder beside the script's."""
+    own, other = tmp_path / "own", tmp_path / "other"
+    own.mkdir()
+    other.mkdir()
+    for name in ("common.py", "right.py"):
+        shutil.copy(VARIANTS / name, own)
+    text = succeed(sys.executable, CHECK, "../own/right.py", cwd=other).text
+    assert "OK     nothing wrong was seen" in text
+    assert "not seen: early stopping, or a plateau: patience is 7" in text
+    assert "autocast (it computed in float32)" in text
+    assert sorted(path.name for path in own.iterdir()) == ["common.py", "right.py"]
+
+
+def test_a_command_that_cannot_work_says_why_and_all_findings_are_listed(tmp_path):
+    (tmp_path / "own.py").write_text("")
+    for words, said in {
+        ("nowhere.py",): "there is no file nowhere.py",
+        (): "give the script that you want to check",
+        ("--ranks", "9", "own.py"): "--ranks is 2 to 8",
+    }.items():
+        ended = run(sys.executable, CHECK, *words, cwd=tmp_path)
+        assert said in ended.stderr
+        assert ended.status == 2
+    alone = run(sys.executable, "-S", CHECK, "own.py", cwd=tmp_path)  # without packages
+    assert "has no torch: use the Python of your script" in alone.stderr
+    listed = succeed(sys.executable, CHECK, "--list").stdout
+    assert all(f"{row.level:5}  {row.kind}\n" in listed for row in verdict.TABLE.values())
+
+
+def test_each_finding_is_shown_by_a_variant_and_names_a_lesson_that_exists():
+    shown = {kind for path in VARIANTS.glob("*.py") for kind, _ in expected(path.name)}
+    assert shown == set(verdict.TABLE)
+    for row in verdict.TABLE.values():
+        assert not row.lesson or (ROOT / f"scripts/lessons/{row.lesson}.py").exists(), row.lesson
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "bound"),
+    [
+        ("epochs", 1, 2),
+        ("num_train_epochs", 90.0, 2.0),
+        ("num_steps", 1000, 1000),  # of a diffusion, perhaps
+        ("steps_per_epoch", 500, 4),
+        ("grad_accum_steps", 8, 2),
+        ("per_device_batch_size", 64, 4),
+        ("total_batch_size", 524288, 524288),  # others are computed from it
+        ("save_every", 10, 1),
+        ("hidden", 512, 512),
+    ],
+)
+def test_a_number_is_bounded_by_its_name(name, value, bound):
+    assert (project.bounded(name, value), type(project.bounded(name, value))) == (
+        bound,
+        type(value),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "bounded"),
+    [
+        ("epochs: int = 90  # all", "epochs: int = 2  # all"),
+        ("config = {'epochs': 90, 'lr': 0.1}", "config = {'epochs': 2, 'lr': 0.1}"),
+        ("for epoch in range(90):", "for epoch in range(2):"),
+        ("for step in range(90):", "for step in range(90):"),
+    ],
+)
+def test_a_number_is_bounded_where_it_is_written(text, bounded):
+    assert project.bounded_code(text) == bounded
+
+
+def test_a_number_is_bounded_in_a_command():
+    given = ["--epochs", "90", "--batch-size=64", "epochs=90", "--lr", "1", "90"]
+    assert project.bounded_arguments(given) == [
+        *("--epochs", "2", "--batch-size=4", "epochs=2", "--lr", "1", "90")
+    ]
+
+
+@pytest.mark.slow
+def test_a_script_that_starts_its_ranks_itself_is_clean(tmp_path):
+    found = checked(tmp_path, "spawned.py", "--epochs", "90")
+    assert is_right(found), found
+
+
+@pytest.mark.slow
+def test_slurm_is_played_and_a_finished_run_in_the_folder_is_left_out(tmp_path):
+    (tmp_path / "runs").mkdir()
+    shutil.copy(VARIANTS / "common.py", tmp_path)
+    sys.path.insert(0, str(VARIANTS))
+    from common import network
+
+    kept = {"model": network().state_dict(), "epochs done": 5}
+    torch.save(kept, tmp_path / "runs/last.pt")
+    os.utime(tmp_path / "runs/last.pt", (time.time() - 60,) * 2)
+    found = checked(tmp_path, "slurm.py")
+    assert is_right(found), found
+    assert re.search("runs/last.pt is of a finished run, and was left out", str(found["not_seen"]))
+
+
+@pytest.mark.slow
+def test_what_lies_outside_stays_as_it_is_and_idle_ranks_are_no_conflict(tmp_path):
+    own, other = tmp_path / "own", tmp_path / "other"
+    own.mkdir()
+    (other / "logs").mkdir(parents=True)
+    (other / "logs/x").write_text("1")
+    found = checked(own, "outside.py", str(other))
+    assert "rank 0 waited in vain at outside.py:17, but not for another rank" in found["could_not"]
+    assert (found["status"], found["findings"]) == (3, [])
+    assert f"writing to {other}" in str(found["not_seen"])
+    assert [(p.name, p.is_dir() or p.read_text()) for p in sorted(other.rglob("*"))] == [
+        ("logs", True),
+        ("x", "1"),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import nowhere_at_all", "it needs the package nowhere_at_all, which is not installed"),
+        ("1 / 0", "ZeroDivisionError: division by zero, on rank"),
+        ("import os\nos.abort()", "the process died, on rank"),
+        ("import time\nwhile True: pass", "not done after 8 s (--limit)"),
+        ("import torch.distributed as d\nd.init_process_group('gloo')", "it wraps no model in"),
+    ],
+)
+def test_what_cannot_be_run_is_no_finding(tmp_path, text, said):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/__main__.py").write_text(text)
+    limit = "8" if "--limit" in said else "60"
+    ended = run(sys.executable, CHECK, "--limit", limit, "-m", "own", cwd=tmp_path)
+    assert f"could not run your script: {said}" in ended.stdout, ended.text
+    assert ended.status == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["train_ddp.py", "scripts/minimal/ddp.py"])
+def test_the_scripts_of_this_collection_are_right(digits_dir, script):
+    command = [sys.executable, CHECK, script, "--dataset", "mnist", "--data-dir", digits_dir]
+    text = succeed(*command, cwd=ROOT, timeout=150).text
+    assert "OK     nothing wrong was seen" in text

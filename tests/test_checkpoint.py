@@ -1,0 +1,300 @@
+"""Checkpoints: nothing saved is lost, and nothing damaged or foreign is loaded."""
+
+import os
+import random
+import resource
+import signal
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import models
+from tests.helpers import ended, fork
+from utils import checkpoint
+from utils.checkpoint import CheckpointError, DamagedFile, Position, weights_sha256
+from utils.errors import UserError
+
+ARGS = SimpleNamespace(model="linear", dataset="mnist", seed=0)
+
+
+def parts_of(model=None, fp16=False, **more):
+    model = model or models.build("linear")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=True, fused=True)
+    scaler = torch.amp.GradScaler("cpu", enabled=fp16)
+    return {"model": model, "optimizer": optimizer, "scaler": scaler} | more
+
+
+def set_gradients(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        gradient = torch.randn(parameter.shape, generator=generator)
+        parameter.grad = torch.empty_like(parameter).copy_(gradient)
+
+
+def step(parts, position):
+    """Take an optimizer step, so that weights and momentum change."""
+    set_gradients(parts["model"], position.step)
+    parts["optimizer"].step()
+    position.step += 1
+    position.seen += 96
+
+
+class Run:
+    """A run in a folder that has saved after each of two steps."""
+
+    def __init__(self, folder):
+        self.folder, self.parts, self.position = folder, parts_of(), Position(epoch=3)
+        self.last = folder / "checkpoints" / "last.pt"
+        self.previous = self.last.with_name("previous.pt")
+        for _ in range(2):
+            self.step_and_save()
+
+    def step_and_save(self):
+        step(self.parts, self.position)
+        checkpoint.save(self.folder, ARGS, self.parts, self.position)
+
+    def read(self):
+        return checkpoint.read(self.folder, ARGS)
+
+    def content(self):
+        return {path.name: path.read_bytes() for path in self.last.parent.iterdir()}
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(tmp_path)
+
+
+def test_a_round_trip_restores_every_part(tmp_path):
+    parts, position = parts_of(fp16=True, ema=nn.Linear(2, 3)), Position(epoch=1, seen=40)
+    step(parts, position)
+    parts["scaler"]._scale = torch.tensor(1024.0)
+    checkpoint.save(tmp_path, ARGS, parts, position)
+    other = parts_of(fp16=True, ema=nn.Linear(2, 3))
+    other["scaler"].scale(torch.ones(()))  # a scaler makes its scale when it is first used
+    state = checkpoint.read(tmp_path, ARGS)
+    assert checkpoint.restore(state, other) == Position(epoch=1, seen=136, step=1, saved_step=1)
+    assert weights_sha256(other["model"]) == weights_sha256(parts["model"])
+    assert torch.equal(other["ema"].weight, parts["ema"].weight)
+    ours, theirs = (x["optimizer"].state_dict()["state"] for x in (other, parts))
+    assert torch.equal(ours[0]["momentum_buffer"], theirs[0]["momentum_buffer"])
+    assert other["scaler"].get_scale() == 1024
+    checkpoint.restore(state, parts_of(ema=nn.Linear(2, 3)))  # without fp16, too
+
+
+def test_a_run_can_go_on_with_fp16(run):
+    """The scaler of a run without fp16 has an empty state, which a scaler would refuse."""
+    assert checkpoint.restore(run.read(), parts_of(fp16=True)).step == 2
+
+
+def test_a_step_is_saved_once(run):
+    before = run.content()
+    checkpoint.save(run.folder, ARGS, run.parts, run.position)
+    position = checkpoint.restore(run.read(), run.parts)
+    checkpoint.save(run.folder, ARGS, run.parts, position)
+    assert run.content() == before, "previous.pt is the step before"
+
+
+def die_in(name, call):
+    """Let this process be killed when it calls a function of ``os`` for the n-th time."""
+    function, calls = getattr(os, name), count(1)
+
+    def killing(*args):
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args)
+
+    setattr(os, name, killing)
+
+
+@pytest.mark.parametrize(("name", "call"), [("fsync", 1), ("replace", 1), ("replace", 2)])
+def test_a_run_killed_while_it_saves_goes_on_from_the_save_before(name, call, run):
+    def save():
+        die_in(name, call)
+        run.step_and_save()
+
+    assert ended(fork(save)) == -signal.SIGKILL
+    assert run.read()["position"]["step"] == 2
+    run.step_and_save()
+    assert run.read()["position"]["step"] == 3
+    assert sorted(run.content()) == ["last.pt", "previous.pt"]
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_full_disk_leaves_both_checkpoints(is_killed, run):
+    """A limit of the file size is an error in the middle of a write, or it kills the process."""
+
+    def save():
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL if is_killed else signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (9999, 9999))
+        with pytest.raises(OSError, match=r"File too large: .*/last\.pt"):
+            run.step_and_save()
+
+    before = run.content()
+    assert ended(fork(save)) == (-signal.SIGXFSZ if is_killed else 0)
+    after = run.content()
+    assert {name: after[name] for name in before} == before
+    assert (len(after) > len(before)) == is_killed, "half of a file is left only after a kill"
+
+
+def test_the_newest_whole_checkpoint_is_used(run, capsys):
+    damaged, good = run.last.read_bytes()[:5000], run.previous.read_bytes()
+    run.last.write_bytes(damaged)
+    assert run.read()["position"]["step"] == 1
+    [warning] = capsys.readouterr().err.splitlines()
+    assert f"{run.last} is damaged" in warning
+    assert run.content() == {"damaged.pt": damaged, "previous.pt": good}
+    run.step_and_save()
+    assert run.content()["previous.pt"] == good, "the damaged file is not kept in its place"
+
+
+def test_no_whole_checkpoint_is_an_error(run):
+    for path in (run.last, run.previous):
+        path.write_bytes(b"")
+    for _ in range(2):  # a second try may not begin at step 0
+        with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole"):
+            run.read()
+
+
+def test_a_flipped_bit_is_found_wherever_it_changes_the_content(run):
+    """Some bits, such as those of the dates in the archive, change nothing."""
+    content, weights = run.last.read_bytes(), run.parts["model"][1].weight
+    choose, found = random.Random(0), 0
+    places = [*range(400), *range(len(content) - 1200, len(content))]  # both ends, with the names
+    places += choose.sample(range(len(content)), 200)
+    for place in places:
+        flipped = bytearray(content)
+        flipped[place] ^= 1
+        run.last.write_bytes(flipped)
+        try:
+            assert torch.equal(checkpoint.read_tensors(run.last)["model"]["1.weight"], weights)
+        except DamagedFile:
+            found += 1
+    assert found > 600
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.system, ("touch exploded",)
+
+
+def test_a_pickle_with_code_is_refused_and_never_run(run, monkeypatch):
+    monkeypatch.chdir(run.folder)
+    torch.save({"identity": {}, "model": Bomb()}, run.last)
+    with pytest.raises(CheckpointError, match="can run code"):
+        run.read()
+    assert not (run.folder / "exploded").exists()
+    assert run.last.exists(), "it is not damaged"
+
+
+@pytest.mark.parametrize("flag", ["model", "dataset", "seed"])
+def test_a_run_with_another_model_data_set_or_seed_is_refused(flag, run):
+    other = SimpleNamespace(**vars(ARGS) | {flag: "7"})
+    was = getattr(ARGS, flag)
+    with pytest.raises(CheckpointError, match=f"trained with --{flag} {was}, this command says 7"):
+        checkpoint.read(run.folder, other)
+
+
+@pytest.mark.parametrize("where", ["weights", "momentum"])
+def test_nothing_that_is_not_finite_is_saved(where, run):
+    before = run.content()
+    step(run.parts, run.position)
+    weights = run.parts["model"][1].weight
+    momentum = run.parts["optimizer"].state[weights]["momentum_buffer"]
+    with torch.no_grad():
+        (weights if where == "weights" else momentum)[3, 5] = float("nan")
+    with pytest.raises(UserError, match="not finite at step 3, which is not saved: choose a lower"):
+        checkpoint.save(run.folder, ARGS, run.parts, run.position)
+    assert run.content() == before
+
+
+def test_a_buffer_may_be_infinite(tmp_path):
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+    checkpoint.save(tmp_path, ARGS, parts_of(model), Position(step=1))
+    assert checkpoint.read(tmp_path, ARGS)["model"]["mask"].tolist() == [0, float("-inf")]
+
+
+def test_a_state_that_could_not_be_loaded_is_refused_when_it_is_saved(run):
+    before = run.content()
+    run.parts["own"] = SimpleNamespace(state_dict=lambda: {"path": Path("x")})
+    with pytest.raises(CheckpointError, match="may hold only tensors and plain values"):
+        run.step_and_save()
+    assert run.content() == before
+
+
+def test_a_part_that_is_missing_or_does_not_fit_is_named(run):
+    state = run.read()
+    with pytest.raises(CheckpointError, match="the checkpoint holds no scheduler"):
+        checkpoint.restore(state, run.parts | {"scheduler": run.parts["optimizer"]})
+    with pytest.raises(CheckpointError, match="does not fit the model: size mismatch for 1"):
+        checkpoint.restore(state, parts_of(nn.Sequential(nn.Flatten(), nn.Linear(784, 11))))
+
+
+def test_momentum_in_another_memory_order_is_copied(tmp_path):
+    """The next step is that of a run in which nothing had to be copied."""
+    torch.manual_seed(0)
+    plain = parts_of(nn.Conv2d(3, 8, 3))
+    position = Position()
+    for _ in range(2):
+        step(plain, position)
+    checkpoint.save(tmp_path, ARGS, plain, position)
+    other = parts_of(nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last))
+    checkpoint.restore(checkpoint.read(tmp_path, ARGS), other)
+    weight = other["model"].weight
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    assert other["optimizer"].state[weight]["momentum_buffer"].stride() == weight.stride()
+    for parts in (plain, other):
+        step(parts, Position(step=2))
+    assert torch.equal(weight, plain["model"].weight)
+
+
+# Weights of other files
+
+
+def test_initial_weights_are_chosen_by_name_and_shape(tmp_path, capsys):
+    """A transposed matrix has as many numbers, and is not the same."""
+    target, path = nn.Linear(4, 3), str(tmp_path / "weights.pt")
+    weight = target.weight.detach().clone()
+    state = {"weight": torch.ones(4, 3), "bias": torch.arange(3.0), "head.bias": torch.ones(2)}
+    torch.save(state, path)
+    checkpoint.load_weights(target, path)
+    assert target.bias.tolist() == [0, 1, 2]
+    assert torch.equal(target.weight, weight)
+    assert capsys.readouterr().out == (
+        f"--init-weights: 1 tensors of {path}; skipped: head.bias, weight\n"
+    )
+    names = r"the file has weight, bias ..., the model has 1\.weight, 1\.bias"
+    with pytest.raises(CheckpointError, match=f"nothing in {path} fits .*: {names}"):
+        models.build("linear", path)
+
+
+@pytest.mark.parametrize(
+    ("key", "prefix"),
+    [
+        ("", "module."),
+        ("model", ""),
+        ("model_state_dict", "_orig_mod."),
+        ("state_dict", "module._orig_mod."),
+        ("net", "_orig_mod.module."),
+    ],
+)
+def test_initial_weights_are_found_where_people_keep_them(key, prefix, tmp_path):
+    source, path = models.build("linear"), str(tmp_path / "weights.pt")
+    state = {prefix + name: tensor for name, tensor in source.state_dict().items()}
+    torch.save({key: state, "epoch": 3} if key else state, path)
+    assert weights_sha256(models.build("linear", path)) == weights_sha256(source)
+
+
+def test_a_file_that_holds_no_weights_is_an_error(tmp_path):
+    path = tmp_path / "weights.pt"
+    path.write_text("<html>404</html>")
+    with pytest.raises(CheckpointError, match=r"weights\.pt is damaged, or not a file of torch"):
+        models.build("linear", str(path))
+    torch.save([1, 2], path)
+    with pytest.raises(CheckpointError, match=r"weights\.pt holds a list, and no weights"):
+        models.build("linear", str(path))

@@ -1,0 +1,199 @@
+"""Data sets, the sampler and the transform."""
+
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+from torchvision.datasets import MNIST
+
+import data
+from data import ResumableDistributedSampler
+from tests.helpers import ended, fork
+from utils import digits
+from utils.errors import UsageError
+
+CPU = torch.device("cpu")
+N, G = 1000, 126  # samples, and a global batch that 1, 2, 3, 6 and 7 ranks can share
+
+
+def epoch_of(world_size, start=0, epoch=0, seed=0, size=G):
+    """Return the samples of each rank, in their order."""
+    shares = []
+    for rank in range(world_size):
+        sampler = ResumableDistributedSampler(range(N), size, world_size, rank, seed)
+        sampler.set_epoch(epoch, start)
+        assert len(sampler) == len([*sampler])
+        shares.append([*sampler])
+    return shares
+
+
+@pytest.mark.parametrize("start", [0, G, 3 * G, 500, 7 * G, 999])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 6, 7])
+def test_the_ranks_share_each_global_batch_from_any_position(world_size, start):
+    [order] = epoch_of(1, size=1)
+    assert sorted(order) == [*range(N)]
+    shares, size = epoch_of(world_size, start), G // world_size
+    steps = (N - start) // G
+    assert [len(share) for share in shares] == [steps * size] * world_size
+    for k in range(steps):
+        together = {x for share in shares for x in share[k * size : (k + 1) * size]}
+        assert together == {*order[start + k * G : start + (k + 1) * G]}
+
+
+def test_the_order_depends_on_seed_and_epoch():
+    shares = [epoch_of(2, epoch=epoch, seed=seed) for epoch, seed in ((0, 0), (1, 0), (0, 5))]
+    assert epoch_of(2) == shares[0]
+    assert shares[0] != shares[1] != shares[2] != shares[0]
+
+
+def test_a_set_smaller_than_a_global_batch_is_refused():
+    assert len(ResumableDistributedSampler(range(N), N)) == N
+    with pytest.raises(UsageError, match=r"of 1001 is larger than the training set \(1000 samples"):
+        ResumableDistributedSampler(range(N), N + 1)
+
+
+def test_images_are_read_and_fetched_by_the_batch(digits_dir):
+    train_set, test_set = data.load("mnist", str(digits_dir))
+    images, labels = train_set.tensors
+    assert (images.shape, images.dtype, len(test_set)) == ((1920, 28, 28), torch.uint8, 500)
+    loader = DataLoader(train_set, 5, sampler=[3, 1, 4, 1, 5, 9], collate_fn=train_set.collate_fn)
+    [first, second] = loader
+    for index, image, label in zip([3, 1, 4, 1, 5], *first, strict=True):
+        assert torch.equal(image, images[index])
+        assert label == labels[index]
+    assert len(second[0]) == 1
+
+
+@pytest.fixture
+def copied(digits_dir, tmp_path, monkeypatch):
+    """A copy of the digits as MNIST, without a network."""
+    monkeypatch.setattr(MNIST, "mirrors", ["http://127.0.0.1:9/"])
+    shutil.copytree(digits_dir / "MNIST", tmp_path / "MNIST")
+    return tmp_path
+
+
+def cut(content):
+    return content[:200]
+
+
+def empty(content):
+    return b""
+
+
+def without_the_last(content):
+    """A whole file with a sample less, so with fewer samples than its other file."""
+    count = int.from_bytes(content[4:8], "big")
+    size = (len(content) - 8) // count
+    return content[:4] + (count - 1).to_bytes(4, "big") + content[8:-size]
+
+
+@pytest.mark.parametrize("name", ["t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"])
+@pytest.mark.parametrize("damage", [None, cut, empty, without_the_last])
+def test_a_file_that_is_missing_or_damaged_is_one_line(name, damage, copied):
+    path = copied / "MNIST" / "raw" / name
+    if damage:
+        path.write_bytes(damage(path.read_bytes()))
+    else:
+        path.unlink()
+    with pytest.raises(UsageError, match=r"MNIST cannot be read .*--dataset synthetic") as caught:
+        data.load("mnist", str(copied))
+    assert f"{copied}/MNIST/raw" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_that_can_only_be_read_is_enough(digits_dir):
+    def load():
+        if os.geteuid() == 0:
+            os.setuid(65534)  # root may write everywhere
+        assert [len(part) for part in data.load("mnist", folder)] == [1920, 500]
+
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are closed to others
+        shutil.copytree(digits_dir / "MNIST", Path(folder, "MNIST"))
+        os.chmod(folder, 0o555)
+        assert ended(fork(load)) == 0
+        os.chmod(folder, 0o755)
+        assert os.listdir(folder) == ["MNIST"]
+
+
+def test_of_eight_processes_that_start_at_once_one_draws(tmp_path, monkeypatch):
+    drawn = tmp_path / "drawn"
+
+    def draw(count, seed):
+        with drawn.open("a") as file:
+            file.write(f"{count}\n")
+        time.sleep(0.2)
+        return torch.zeros(count // 100, 28, 28).byte(), torch.zeros(count // 100).byte()
+
+    def load():
+        assert [len(part) for part in data.load("synthetic", str(tmp_path / "data"))] == [600, 100]
+
+    monkeypatch.setattr(digits, "draw_digits", draw)
+    processes = [fork(load) for _ in range(8)]
+    assert [ended(process) for process in processes] == [0] * 8
+    assert drawn.read_text().split() == ["60000", "10000"]
+
+
+def test_digits_are_drawn_the_same_each_time():
+    torch.manual_seed(1)
+    images, labels = digits.draw_digits(1000, seed=0)
+    state = torch.get_rng_state()
+    again = digits.draw_digits(1000, seed=0)
+    assert torch.equal(images, again[0])
+    assert torch.equal(labels, again[1])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(images, digits.draw_digits(1000, seed=1)[0])
+    assert labels.bincount(minlength=10).min() > 60
+    mean, std = data.DATASETS["synthetic"]
+    pixels = images / 255
+    assert float(pixels.mean()) == pytest.approx(mean, abs=0.005)
+    assert float(pixels.std()) == pytest.approx(std, abs=0.005)
+
+
+def test_bytes_become_normalised_floats():
+    images = torch.arange(2 * 28 * 28).remainder(256).byte().view(2, 28, 28)
+    transform = data.Transform("mnist", CPU)
+    floats, labels = transform([images, torch.tensor([3, 4])])
+    assert torch.allclose(floats[:, 0], (images / 255 - 0.1307) / 0.3081)
+    assert floats.shape == (2, 1, 28, 28)
+    assert labels.tolist() == [3, 4]
+    assert torch.allclose(data.Transform("my:load", CPU)([images, labels])[0][:, 0], images / 255)
+    kept = torch.randn(2, 3, 4, 5)
+    assert transform([kept, labels], augment=True)[0] is kept, "floats are left as they are"
+
+
+def test_a_shift_moves_each_image_by_up_to_a_pixel():
+    images = torch.randint(1, 256, (300, 4, 6), dtype=torch.uint8)
+    torch.manual_seed(0)
+    shifted = data.random_shift(images)
+    torch.manual_seed(0)
+    assert torch.equal(data.random_shift(images), shifted)
+    assert not torch.equal(data.random_shift(images), shifted)
+    seen = set()
+    for image, moved in zip(images, shifted, strict=True):
+        padded = F.pad(image, (1, 1, 1, 1))
+        windows = {(y, x): padded[y : y + 4, x : x + 6] for y in range(3) for x in range(3)}
+        seen.add(next(place for place, window in windows.items() if window.equal(moved)))
+    assert len(seen) == 9
+    transform = data.Transform("mnist", CPU)
+    batch = [images, torch.zeros(300)]
+    assert not torch.equal(transform(batch, augment=True)[0], transform(batch)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mnits", "--dataset mnits is none of mnist, fashion-mnist, synthetic, nor a module:call"),
+        ("my_own_dta:load", "--dataset my_own_dta:load: ModuleNotFoundError: No module named"),
+        ("json:lod", r"--dataset json:lod: AttributeError: .* no attribute 'lod'"),
+    ],
+)
+def test_a_data_set_that_does_not_exist_is_one_line(name, message):
+    assert data.load("os.path:split", "here/there") == ("here", "there")
+    with pytest.raises(UsageError, match=message):
+        data.load(name, "here")

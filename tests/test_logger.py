@@ -1,0 +1,190 @@
+"""What a run reports: averages, its files, and its speed."""
+
+import json
+import sys
+import time
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+from tests.helpers import parse
+from utils.checkpoint import Position, weights_sha256
+from utils.errors import UserError
+from utils.logger import Logger
+
+CPU = torch.device("cpu")
+SUMS = ("loss", "correct", "count")
+# What summary.json holds after the run of the test below, and what it may hold besides.
+CONTRACT = {
+    "script": "train_single.py",
+    "technique": "single",
+    "dataset": "mnist",
+    "model": "convnet",
+    "world_size": 1,
+    "num_devices": 2,
+    "device": "cpu",
+    "batch_size": 8,
+    "seed": 5,
+    "global_batch_size": 16,
+    "epochs": 1,
+    "global_step": 2,
+    "resumed_from": None,
+    "test_correct": 40,
+    "test_count": 50,
+    "test_accuracy": 0.8,
+    "test_loss": 1.0,
+    "torch_version": str(torch.__version__),
+}
+MORE = "amp", "threads", "epoch", "train_loss", "train_accuracy", "train_correct", "train_count"
+
+
+@pytest.fixture
+def open_logger(tmp_path):
+    """Return a function that opens the logger of a run with global batches of 2 x 8 samples."""
+
+    def open_one(*flags, step=0, names=SUMS):
+        args = parse("--log-every", 1, "--batch-size", 8, *flags)
+        return Logger(tmp_path, args, names, CPU, 16, Position(step=step))
+
+    return open_one
+
+
+def sums(loss, correct, count):
+    return torch.tensor([loss, correct, count], dtype=torch.float32)
+
+
+def train(logger, epoch, first, last, loss=1.0):
+    """Log an epoch of the steps from ``first`` to ``last``."""
+    for step in logger.progress(range(first, last + 1), epoch):
+        logger.step(step, sums(16 * loss, 4, 16), lr=0.1)
+    logger.epoch(epoch, last, sums(16 * loss, 4, 16), sums(50 * loss, 40, 50))
+
+
+def rows(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+
+def scalars(tmp_path, name):
+    """Return what TensorBoard shows under a name: the value at each step."""
+    events = EventAccumulator(str(tmp_path)).Reload()
+    return {event.step: event.value for event in events.Scalars(name)}
+
+
+def test_an_epoch_is_a_row_of_averages(open_logger, tmp_path, capsys):
+    train(open_logger(), 0, 1, 3)
+    [row] = rows(tmp_path)
+    assert row.pop("train_images_per_second") > 0
+    assert row == {
+        "epoch": 1,
+        "global_step": 3,
+        "train_loss": 1.0,
+        "train_accuracy": 0.25,
+        "train_correct": 4,
+        "train_count": 16,
+        "test_loss": 1.0,
+        "test_accuracy": 0.8,
+        "test_correct": 40,
+        "test_count": 50,
+    }
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert "epoch   1 | train loss 1.0000 accuracy 0.2500 | test loss 1.0000 accuracy 0.80" in line
+
+
+def test_after_a_resume_nothing_is_shown_that_was_not_saved(open_logger, tmp_path):
+    """The first attempt had come to step 6, and its last save was at step 3."""
+    first = open_logger()
+    train(first, 0, 1, 2)
+    train(first, 1, 3, 4)
+    first.stopped(4)
+    again = open_logger(step=3)
+    assert [row["global_step"] for row in rows(tmp_path)] == [2, 4], "until there is a new row"
+    train(again, 1, 4, 5, loss=2.0)
+    again.complete(nn.Linear(1, 1))
+    assert [(row["global_step"], row["test_loss"]) for row in rows(tmp_path)] == [(2, 1), (5, 2)]
+    losses = {1: 1, 2: 1, 3: 1, 4: 2, 5: 2}
+    assert scalars(tmp_path, "running_mean_rank_0/loss") == losses
+    assert scalars(tmp_path, "test/loss") == {2: 1, 5: 2}
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["resumed_from"], summary["global_step"], summary["test_loss"]) == (3, 5, 2)
+
+
+def test_an_evaluation_that_is_repeated_is_one_row(open_logger, tmp_path, capsys):
+    """As after a resume at the end of an epoch, which was saved before its evaluation."""
+    logger = open_logger()
+    train(logger, 0, 1, 2)
+    again = open_logger(step=2)
+    again.epoch(0, 2, sums(0, 0, 0), sums(50, 40, 50))
+    again.complete(nn.Linear(1, 1))
+    assert len(rows(tmp_path)) == 1
+    assert "train loss" not in capsys.readouterr().out.splitlines()[-2]
+
+
+def test_the_speed_leaves_out_the_first_ten_steps(open_logger, tmp_path, monkeypatch):
+    """They take a second each, and the others a tenth. A run of fewer steps has a speed, too."""
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    logger = open_logger("--no-tensorboard")
+    for epoch, steps in enumerate((range(1, 6), range(6, 26))):
+        for step in logger.progress(steps, epoch):
+            now += 1 if step <= 10 else 0.1
+            logger.step(step, sums(1, 1, 16), lr=0.1)
+        now += 100  # an evaluation and a save
+        logger.epoch(epoch, step, sums(1, 1, 16), sums(1, 1, 16))
+    assert [row["train_images_per_second"] for row in rows(tmp_path)] == pytest.approx([16, 160])
+    logger.complete(nn.Linear(1, 1))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["train_seconds"] == pytest.approx(11.5)
+
+
+def test_a_summary_means_a_complete_run(open_logger, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/home/me/train_single.py"])
+    logger, model, path = open_logger("--seed", 5), nn.Linear(2, 2), tmp_path / "summary.json"
+    train(logger, 0, 1, 2)
+    assert not path.exists()
+    logger.complete(model)
+    summary = json.loads(path.read_text())
+    assert summary == CONTRACT | {"weights_sha256": weights_sha256(model)} | {
+        name: summary[name] for name in ("train_images_per_second", "train_seconds", *MORE)
+    }
+    assert json.loads((tmp_path / "args.json").read_text())["seed"] == 5
+    # Started again, it is as it was. A longer run begins by removing it.
+    capsys.readouterr()
+    again = open_logger("--epochs", 9, step=2)
+    again.complete(model)
+    assert "complete before; for a longer run raise --epochs" in capsys.readouterr().out
+    assert json.loads(path.read_text()) == summary
+    train(open_logger(step=2), 1, 3, 3)
+    assert not path.exists()
+
+
+def test_a_run_that_is_longer_than_epochs_is_an_error(open_logger, tmp_path):
+    train(open_logger("--epochs", 2), 0, 1, 2)
+    with pytest.raises(UserError, match="is longer than --epochs 1: raise it"):
+        open_logger(step=3).complete(nn.Linear(1, 1))
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_a_loss_that_is_not_finite_is_an_error(open_logger):
+    message = "the loss is nan {}, which is not saved: choose a lower --lr"
+    with pytest.raises(UserError, match=message.format("at step 1")):
+        train(open_logger(), 0, 1, 1, loss=float("nan"))
+    with pytest.raises(UserError, match=message.format("on the test set")):
+        open_logger().epoch(0, 1, sums(1, 1, 1), sums(float("nan"), 1, 1))
+
+
+def test_the_other_ranks_of_ddp_report_nothing(capsys):
+    logger = Logger(None, parse(technique="ddp"), SUMS, CPU, 16, Position())
+    train(logger, 0, 1, 2, loss=float("nan"))
+    logger.stopped(2)
+    logger.complete(nn.Linear(1, 1))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_without_tensorboard_a_flag_does_without(open_logger, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UserError, match="pip install tensorboard, or --no-tensorboard"):
+        open_logger()
+    train(open_logger("--no-tensorboard"), 0, 1, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["args.json", "metrics.jsonl"]

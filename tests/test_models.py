@@ -1,0 +1,87 @@
+"""The networks, their weights from a file, and the loss and the evaluation of the scripts."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import data
+import models
+import train_single
+from utils.errors import UsageError
+
+CPU = torch.device("cpu")
+PARAMETERS = {"linear": 7_850, "mlp": 235_146, "basic": 1_199_882, "resnet18": 11_175_370}
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_a_model_maps_images_to_logits_and_follows_the_seed(name):
+    built = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        built.append(models.build(name))
+    model, again = built
+    assert model(torch.randn(2, 1, 28, 28)).shape == (2, 10)
+    assert all(map(torch.equal, model.parameters(), again.parameters()))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count == PARAMETERS.get(name, count)
+    kernels = [x for x in model.parameters() if x.dim() == 4]
+    assert all(x.is_contiguous(memory_format=torch.channels_last) for x in kernels)
+
+
+def test_a_model_of_your_own_is_named_with_its_module():
+    assert isinstance(models.build("torch.nn:Flatten"), nn.Flatten)
+    with pytest.raises(UsageError, match=r"--model time:time returned float, not an nn\.Module"):
+        models.build("time:time")
+    with pytest.raises(UsageError, match="--model convent is none of convnet, basic"):
+        models.build("convent")
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_labels_of_minus_100_count_nowhere(smoothing):
+    outputs = torch.randn(6, 10, requires_grad=True)
+    labels = torch.tensor([1, -100, int(outputs[2].argmax()), -100, 5, 7])
+    loss, sums = train_single.loss_and_sums(outputs, labels, smoothing)
+    expected = F.cross_entropy(outputs, labels, label_smoothing=smoothing)
+    torch.testing.assert_close(loss, expected)
+    kept = labels != -100
+    correct = int((outputs.argmax(1) == labels)[kept].sum())
+    torch.testing.assert_close(sums, torch.tensor([4 * expected.item(), correct, 4]))
+    assert not sums.requires_grad
+    assert outputs.grad is None
+    loss.backward()
+    assert (outputs.grad.abs().sum(1) > 0).equal(kept)
+
+
+def test_a_batch_without_a_label_adds_nothing():
+    outputs = torch.randn(3, 10, requires_grad=True)
+    loss, sums = train_single.loss_and_sums(outputs, torch.full((3,), -100))
+    loss.backward()
+    assert (loss.item(), sums.tolist(), outputs.grad.abs().sum()) == (0, [0, 0, 0], 0)
+
+
+class Watched(nn.Linear):
+    """A linear layer with dropout that notes how it is called."""
+
+    def forward(self, images):
+        self.graph, self.sizes = torch.is_grad_enabled(), [*self.sizes, len(images)]
+        return F.dropout(super().forward(images), training=self.training)
+
+
+def test_an_evaluation_is_exact_and_keeps_no_graph():
+    torch.manual_seed(0)
+    images, labels = torch.randn(23, 4), torch.randint(10, (23,))
+    labels[[3, 20]] = -100
+    model = Watched(4, 10)
+    model.sizes = []
+    loader = DataLoader(TensorDataset(images, labels), 10)
+    autocast = torch.autocast("cpu", enabled=False)
+    sums = train_single.evaluate(model, loader, data.Transform("my:load", CPU), autocast)
+    assert model.sizes == [10, 10, 3]
+    assert not model.graph
+    assert not sums.requires_grad
+    outputs = F.linear(images, model.weight, model.bias).detach()
+    loss = F.cross_entropy(outputs, labels, reduction="sum")
+    torch.testing.assert_close(sums[0], loss)
+    assert sums[1:].tolist() == [(outputs.argmax(1) == labels).sum(), 21]

@@ -1,0 +1,335 @@
+"""The pages: links, commands, diffs, snippets and quoted messages are right."""
+
+import argparse
+import mmap
+import random
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.run import get_args_parser
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torchvision.transforms.functional import to_pil_image
+
+from tests.processes import ROOT, run, succeed, torchrun
+
+PATHS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = {str(p.relative_to(ROOT)): p.read_text() for p in PATHS if ".zh-CN" not in p.name}
+FENCE = re.compile(r"(?ms)^ *```(\w*)\n(.*?)^ *```$")
+
+
+def blocks(page, *languages):
+    """Return the code blocks of a page in one of the languages."""
+    return [text for language, text in FENCE.findall(PAGES[page]) if language in languages]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(\s*([^)\s]+)\s*\)", FENCE.sub("", PAGES[page]))
+    for link in (each for each in links if not each.startswith("http")):
+        name, _, anchor = link.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        assert path.exists(), link
+        if anchor:  # as GitHub makes it from a heading
+            headings = re.findall(r"(?m)^#+ (.*)$", FENCE.sub("", path.read_text()))
+            slugs = [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings]
+            assert anchor in slugs, link
+
+
+class ParsedError(Exception):
+    """A script has parsed its command line, and is stopped there."""
+
+
+def commands():
+    """Yield (page, command), from the blocks and from what is quoted in the text."""
+    for page, text in PAGES.items():
+        for block in blocks(page, "bash", "sh"):
+            yield from ((page, line.strip()) for line in block.splitlines() if line.strip())
+        prose = FENCE.sub("", text)
+        quoted = re.findall(r"`((?:python|torchrun|sbatch|\./scripts|scripts)\s[^`]+)`", prose)
+        yield from ((page, " ".join(each.split())) for each in quoted)
+
+
+@pytest.mark.parametrize(("page", "command"), sorted(set(commands())))
+def test_a_command_is_understood(page, command, monkeypatch):
+    for path in re.findall(r"(?<![\w~/])(?:\./)?((?:scripts|docs|tests)/[\w./]+\w)", command):
+        assert (ROOT / path).exists(), path
+    words = shlex.split(re.sub(r"\$(NODE|PORT)", "0", command), comments=True)
+    while words and re.match(r"\w+=", words[0]):
+        words.pop(0)
+    if words and words[0].lstrip("!") == "torchrun":
+        args = get_args_parser().parse_args(words[1:])
+        words = ["python", args.training_script, *args.training_script_args]
+    if not words or words[0] != "python" or not re.match(r"(train_|scripts/tools|docs)", words[1]):
+        return
+    original = argparse.ArgumentParser.parse_known_args
+
+    def parse_known_args(self, *args):
+        unknown = original(self, *args)[1]
+        assert not unknown, f"unrecognized arguments: {unknown}"
+        raise ParsedError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_known_args)
+    monkeypatch.setattr(sys, "argv", words[1:])
+    with pytest.raises(ParsedError):
+        runpy.run_path(str(ROOT / words[1]), run_name="__main__")
+
+
+@pytest.mark.parametrize(
+    ("page", "before", "after", "mark"),
+    [
+        ("README.md", "single", "ddp", "= DDP(model)"),
+        ("docs/convert.md", "ddp", "ddp_resume", "broadcast_object_list"),
+    ],
+)
+def test_a_diff_of_two_minimal_scripts_is_theirs(page, before, after, mark):
+    folder = ROOT / "scripts" / "minimal"
+    old, new = ((folder / f"{x}.py").read_text().splitlines() for x in (before, after))
+    (diff,) = (text for text in blocks(page, "diff") if mark in text)
+    for line in diff.splitlines():
+        if line[0] != "@":
+            here = (line[0] in " -", line[0] in " +")
+            assert (line[1:] in old, line[1:] in new) == here, line
+
+
+def apply(diff, text):
+    """Apply a diff whose hunks are found by their lines."""
+    end = 0
+    for hunk in re.split(r"(?m)^(?:@@|---).*\n", diff):
+        lines = hunk.splitlines(keepends=True)
+        old, new = ("".join(x[1:] for x in lines if x[0] in kinds) for kinds in (" -", " +"))
+        if old:  # a hunk that only adds lines goes below the one before it
+            assert text.count(f"\n{old}") == 1, f"is not there once:\n{old}"
+            end = text.index(f"\n{old}") + 1
+        text = text[:end] + new + text[end + len(old) :]
+        end += len(new)
+    return text
+
+
+REGRESSION = """
+import torch
+from torch.utils.data import TensorDataset
+def load(data_dir):
+    x = torch.randn(600, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    y = x[:, 0, 0, :10]
+    return TensorDataset(x[:480], y[:480]), TensorDataset(x[480:], y[480:])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["docs/running.md", "docs/recipes.md"])
+def test_a_patched_train_ddp_trains_and_resumes(page, tmp_path, digits_dir):
+    diffs = [text for text in blocks(page, "diff") if text.startswith("--- train_ddp.py")]
+    assert sum("--- train_ddp.py" in text for text in PAGES.values()) == 2
+    diff = "".join(diffs)  # the recipes work together
+    for name in ("data.py", "models.py", "utils"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    text = apply(diff, (ROOT / "train_ddp.py").read_text())
+    (tmp_path / "train_ddp.py").write_text(f"import shutil\n{text}")
+    (tmp_path / "my_data.py").write_text(REGRESSION)
+    command = torchrun(
+        2, "train_ddp.py", "--no-tensorboard", "--run-dir", "run", "--batch-size", 48
+    )
+    if "mse_loss" in diff:
+        command += ["--dataset", "my_data:load", "--model", "linear", "--max-grad-norm", 0]
+    first = succeed(*command, "--data-dir", digits_dir, cwd=tmp_path).text
+    again = succeed(*command, "--data-dir", digits_dir, "--epochs=2", "--resume", cwd=tmp_path).text
+    assert "epoch   1" in first, first
+    assert "epoch   2" in again, again
+    assert ("mse_loss" in diff) == (" error 0." in again), again
+    assert ("best.pt" in diff) == (tmp_path / "run" / "best.pt").exists()
+
+
+OWN_SCRIPT = """
+import torch
+from torch.utils.data import DataLoader
+from torch import nn
+def my_data():
+    inputs = torch.randn(643, 8)
+    both = torch.utils.data.TensorDataset(inputs, (inputs[:, 0] > 0).long())
+    return torch.utils.data.random_split(both, [500, 143])
+def MyModel():
+    return nn.Sequential(nn.Linear(8, 2), nn.BatchNorm1d(2))
+device = torch.device("cuda")
+epochs, batch_size = 3, 16
+torch.manual_seed(0)
+train_set, test_set = my_data()
+train_loader = DataLoader(train_set, batch_size, shuffle=True)
+test_loader = DataLoader(test_set, 500)
+model = MyModel().to(device)
+optimizer = torch.optim.SGD(model.parameters(), 0.3)
+for epoch in range(epochs):
+    for images, labels in train_loader:
+        loss = nn.functional.cross_entropy(model(images.to(device)), labels.to(device))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+sums = evaluate(model, test_loader)
+loss, correct, count = sums.tolist()
+torch.save(model.state_dict(), "model.pt")
+"""
+
+
+def test_the_nine_changes_make_a_script_for_ddp(tmp_path):
+    changes = PAGES["docs/convert.md"].partition("## Then")[0]
+    diffs = re.findall(r"(?ms)^```diff\n(.*?)^```$", changes)
+    text = apply("@@\n".join(diffs), OWN_SCRIPT)
+    workers, evaluate, mean_loss = re.findall(r"(?ms)^```python\n(.*?)^```$", changes)
+    text = text.replace("model = MyModel", f"{evaluate}{workers}model = MyModel")
+    text += f"loss = torch.tensor(float(rank))\n{mean_loss}"
+    text += "shown = rank, count, correct / count > 0.9, len(train_loader), mean_loss.item()\n"
+    text += "print(*shown, flush=True)\n"
+    text += "dist.destroy_process_group()\n"
+    text = text.replace('"nccl"', '"gloo"').replace('device("cuda")', 'device("cpu")')
+    text = re.sub(r"torch.cuda.set_device.*\n", "", text)
+    (tmp_path / "train.py").write_text(text)
+    ended = run(*torchrun(2, "train.py"), cwd=tmp_path)
+    assert sorted(ended.stdout.splitlines()) == [f"{r} 143.0 True 15 0.5" for r in (0, 1)]
+    assert {*torch.load(tmp_path / "model.pt")} > {"0.weight", "1.running_mean"}
+
+
+# Files, what another test runs, a debugger and a compiler.
+NO_SNIPPET = re.compile(r"^# my_|import data\b|def evaluate|breakpoint|\.compile\(")
+# The repairs in docs/check.md belong to scripts of the check's own tests.
+OWN = [page for page in PAGES if page != "docs/check.md"]
+SNIPPETS = [(p, x) for p in OWN for x in blocks(p, "python") if not NO_SNIPPET.search(x)]
+
+
+@pytest.mark.filterwarnings("ignore")  # autocast and GradScaler say that there is no GPU
+@pytest.mark.parametrize(("page", "text"), SNIPPETS)
+def test_a_snippet_runs(page, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    dist.init_process_group("gloo", f"file://{tmp_path}/group", rank=0, world_size=1)
+    images, labels = torch.randn(320, 8), torch.randint(2, (320,))
+    raw_model = nn.Sequential()
+    raw_model.add_module("features", nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+    raw_model.add_module("head", nn.Linear(8, 2))
+    # ``features`` belongs to a model that is not yet wrapped.
+    model = raw_model if "features" in text else DistributedDataParallel(raw_model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    train_set, batch_size, device = TensorDataset(images, labels), 8, torch.device("cpu")
+    train_loader = loader = DataLoader(train_set, batch_size)
+    train_sampler: DistributedSampler = DistributedSampler(train_set)
+    accumulation_steps = 3
+    rank, local_rank, world_size, epoch, prepare_data = 0, 0, 1, 0, list
+    loss_function, micro_batches = F.cross_entropy, [(images, labels)]
+    weights, samples, losses = torch.ones(320), range(100), F.cross_entropy(model(images), labels)
+    loss = losses
+
+    def train_step(images, labels):
+        F.cross_entropy(model(images), labels).backward()
+
+    names = {**globals(), **locals()}
+    try:
+        if "one-weight" in text or "mse_loss(model(inputs), targets)" in text:
+            names["loader"] = [(images, torch.zeros(320, 2))]
+        exec(text, names)
+    finally:
+        dist.destroy_process_group()
+    if "torch.profiler" in text:
+        (trace,) = tmp_path.glob("traces/rank0/*.json")
+        assert "gloo:all_reduce" in trace.read_text()
+    if "multinomial" in text:
+        assert len([*names["train_loader"]]) == 40
+    if "class Stream" in text:
+        assert sorted(DataLoader(names["Stream"](), None, num_workers=2)) == [*range(100)]
+
+
+@pytest.mark.slow
+def test_own_model_and_data_and_a_prediction(tmp_path):
+    for name in ("data.py", "models.py", "utils"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for text in (*blocks("docs/running.md", "python"), *blocks("docs/recipes.md", "python")):
+        begin = re.match(r"# (my_\w+\.py)", text)
+        if begin or "import data\n" in text:
+            (tmp_path / (begin[1] if begin else "predict.py")).write_text(text)
+    flags = ["--dataset", "my_data:load", "--no-tensorboard", "--epochs", 5, "--run-dir"]
+    own = ["--model", "my_network:MyNetwork"]
+    ended = succeed(*torchrun(2, ROOT / "train_ddp.py", *own, *flags, "first"), cwd=tmp_path)
+    assert float(re.findall(r"test .*accuracy (\S+)", ended.text)[-1]) > 0.95, ended.text
+    # With the data's labels, a spot at the top left is class 0.
+    succeed(sys.executable, ROOT / "train_single.py", *flags, "second", cwd=tmp_path)
+    picture = torch.zeros(28, 28, dtype=torch.uint8)
+    picture[4:12, 2:6] = 255
+    to_pil_image(picture).save(tmp_path / "picture.png")
+    file = "second/checkpoints/last.pt"
+    assert (
+        "class 0" in succeed(sys.executable, "predict.py", file, "picture.png", cwd=tmp_path).text
+    )
+
+
+@pytest.mark.slow
+def test_the_examples_learn(tmp_path):
+    # Not their exit status: gloo aborts one plain end in a hundred (pytorch/pytorch#179291).
+    draw = random.Random(0)
+    for part in ("train", "test"):
+        lines = [
+            f"{n % 2}\t{'film ' * draw.randint(0, 9)}{draw.choice(pair)}"
+            for n, pair in enumerate([("good", "fine"), ("bad", "awful")] * 150)
+        ]
+        (tmp_path / f"{part}.txt").write_text("\n".join(lines))
+    examples = ROOT / "docs" / "examples"
+    ended = run(*torchrun(2, examples / "text.py", "--data-dir", "."), cwd=tmp_path)
+    assert "epoch 5: accuracy 100.0% of 300" in ended.text, ended.text
+    for channel, name in enumerate(("red", "green")):
+        (tmp_path / "pictures" / name).mkdir(parents=True)
+        for number in range(60):
+            picture = torch.randint(80, (3, 40, 40), dtype=torch.uint8)
+            picture[channel] += 150
+            to_pil_image(picture).save(tmp_path / "pictures" / name / f"{number}.png")
+    tracker = (
+        "def init(**x): pass\ndef finish(): print('finished')\ndef log(x, step): print(step, x)"
+    )
+    (tmp_path / "wandb.py").write_text(tracker)
+    command = torchrun(2, examples / "pictures.py", "--num-workers", 0, "--wandb", "one")
+    where = {"cwd": tmp_path, "PYTHONPATH": str(tmp_path)}
+    command += ["--batch-size", 8, "--epochs", 4]
+    first = run(*command, "--patience", 0, **where).stdout  # which stops after an epoch
+    assert re.fullmatch(r"epoch 1: .*\n0 {'loss': .*\nfinished\n", first), first
+    rest = run(*command, "--resume", **where).stdout
+    assert re.fullmatch(r"(?s)epoch 2: .*epoch 4: .*accuracy 100.0%\n3 {'loss.*", rest), rest
+    assert {*torch.load(tmp_path / "best.pt")} > {"0.weight", "1.running_mean"}
+
+
+# Put together of parts by PyTorch, by Python or by the system, or no message at all.
+COMPOSED = {
+    b"Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False",
+    b"PytorchStreamReader failed reading zip archive",
+    b"operator torchvision::nms does not exist",
+    b"unsupported operand type(s) for /",
+    b"Error while creating shared memory segment",
+    b"Duplicate GPU detected",  # of NCCL before 2.30
+    b"Bus error",
+    b"torch.cuda.is_available()",
+    b"nvidia-smi",
+}
+
+
+@pytest.mark.slow
+def test_quoted_messages_are_those_of_the_code():
+    headings = re.findall(r"(?m)^### (.*`.*)$", PAGES["docs/problems.md"])
+    quoted = [text for heading in headings for text in re.findall(r"`([^`]+)`", heading)]
+    # What belongs to the case (numbers, names, paths) separates the parts.
+    case = re.compile(r"\.\.\.|\d+|[:.,;] |'\w+'|\"[\w.]+\"|/dev\S+|--?\w\S*")
+    parts = {part.strip(" .=").encode() for text in quoted for part in case.split(text)}
+    missing = {part for part in parts if len(part) > 6} - COMPOSED
+    site = Path(torch.__file__).parent.parent
+    places = [*site.glob("torch/**/*.py"), *ROOT.glob("utils/*.py"), Path(argparse.__file__)]
+    places += [
+        *site.glob("torch/lib/*.so*"),
+        *site.glob("nvidia/**/lib*.so*"),
+        Path(sys.executable),
+    ]
+    for place in places:
+        if missing and place.stat().st_size:
+            with open(place, "rb") as file, mmap.mmap(file.fileno(), 0, access=1) as content:
+                missing = {part for part in missing if content.find(part) < 0}
+    assert not missing

@@ -1,0 +1,195 @@
+"""The three scripts are the lesson: they share their lines, and their differences are small."""
+
+import ast
+import difflib
+import io
+import sys
+import tokenize
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.processes import succeed
+
+ROOT = Path(__file__).parent.parent
+LIMITS = {"single": 110, "dp": 118, "ddp": 150}  # code lines
+DIFFS = {"dp": (5, 12), "ddp": (15, 50)}  # code lines removed and added
+NAMES = {"single": 27, "dp": 29, "ddp": 30}
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("utils/[a-z]*.py"))
+}
+# What a person reads whose change does not fit.
+FULL = (
+    "The scripts and their diffs are the lesson, and this one has grown too long to read: say it"
+    " more plainly, or take away what is worth less."
+)
+NO_CODE = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
+    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
+}
+
+
+def text_of(technique):
+    return MODULES[f"train_{technique}"].read_text()
+
+
+def code_lines(text):
+    """Return the lines that are neither import, docstring, comment nor blank."""
+    skipped, kept = set(), set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.FunctionDef) and ast.get_docstring(node):
+            node = node.body[0]
+        elif not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        skipped.update(range(node.lineno, node.end_lineno + 1))
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in NO_CODE:
+            kept.update(range(token.start[0], token.end[0] + 1))
+    lines = text.splitlines()
+    return [lines[number - 1] for number in sorted(kept - skipped)]
+
+
+def changes(before, after):
+    """Yield the lines that each change removes, and those that it adds."""
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+    for kind, i, j, k, m in matcher.get_opcodes():
+        if kind != "equal":
+            yield before[i:j], after[k:m]
+
+
+@pytest.mark.parametrize("technique", LIMITS)
+def test_a_script_is_short(technique):
+    assert len(code_lines(text_of(technique))) <= LIMITS[technique], FULL
+
+
+@pytest.mark.parametrize("technique", DIFFS)
+def test_a_diff_is_short(technique):
+    lines = [code_lines(text_of(name)) for name in ("single", technique)]
+    hunks = [*changes(*lines)]
+    removed, added = (sum(len(hunk[side]) for hunk in hunks) for side in (0, 1))
+    assert 0 < removed <= DIFFS[technique][0], FULL
+    assert 0 < added <= DIFFS[technique][1], FULL
+
+
+@pytest.mark.parametrize("technique", DIFFS)
+def test_the_scripts_are_equal_but_for_hunks_that_begin_with_the_reason(technique):
+    """Docstring, imports, and the last lines, which name the technique, are left out."""
+    sides = []
+    for text in (text_of("single"), text_of(technique)):
+        begin, end = (text.index(line) for line in ("\nSUMS = ", "\nif __name__ =="))
+        sides.append(text[begin:end].splitlines())
+    for removed, added in changes(*sides):
+        first = next((line.strip() for line in added if line.strip()), "")
+        assert first.startswith(f"# {technique.upper()}: "), (removed, added)
+
+
+def first_name(node):
+    """Return the name with which an expression such as ``logger.progress(x)[0]`` begins."""
+    while not isinstance(node, ast.Name):
+        node = getattr(node, "func", None) or getattr(node, "value", None)
+        if node is None:
+            return ""
+    return node.id
+
+
+def names_to_look_up(tree):
+    """Return the names that neither Python nor PyTorch has.
+
+    These are what a script imports from the project, what it uses of the project's modules, and the
+    attributes of the objects that those return.
+    """
+    house = {"data", "models"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "utils":
+            house |= {alias.name for alias in node.names}
+    made = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and first_name(node.value) in house:
+            target = node.targets[0]
+            targets = target.elts if isinstance(target, ast.Tuple) else [target]
+            made |= {target.id for target in targets if isinstance(target, ast.Name)}
+    # These are of PyTorch's or Python's own classes.
+    made -= {"args", "device", "devices", "lr", "raw_model", "stop", "train_set", "test_set"}
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in house:
+            found.add(node.id)
+        if isinstance(node, ast.Attribute) and first_name(node) in house | made:
+            found.add(ast.unparse(node))
+    found -= {name for name in found if "(" in name}  # ``.to`` of ``models.build(...).to``
+    found -= {"transform.device"}  # a name of PyTorch's own, as in ``module.device``
+    # ``checkpoint`` is part of ``checkpoint.save``.
+    return {name for name in found if not any(x.startswith(f"{name}.") for x in found)}
+
+
+@pytest.mark.parametrize("technique", NAMES)
+def test_a_reader_looks_up_few_names(technique):
+    names = names_to_look_up(ast.parse(text_of(technique)))
+    assert len(names) <= NAMES[technique], sorted(names)
+    assert {"parse_args", "checkpoint.save", "logger.step", "position.seen"} <= names
+
+
+LESSON = {
+    *("os.environ['RANK']", "os.environ['LOCAL_RANK']", "os.environ['WORLD_SIZE']"),
+    *("torch.cuda.set_device", "dist.init_process_group", "dist.destroy_process_group"),
+    *("data.ResumableDistributedSampler", "range(rank, len(test_set), world_size)"),
+    *("optim.scale_lr(args.lr, args.lr_scaling, global_batch_size)", "torch.manual_seed"),
+    *("nn.SyncBatchNorm.convert_sync_batchnorm", "DistributedDataParallel"),
+    *("model.require_backward_grad_sync", "dist.broadcast", "dist.all_reduce"),
+}
+
+
+def test_the_technique_is_in_the_script_as_calls():
+    tree = ast.parse(text_of("ddp"))
+    said = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.expr)}
+    assert LESSON - said == set()
+    saves = [
+        any("checkpoint.save" in ast.unparse(line) for line in node.body)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "rank == 0" in ast.unparse(node.test)
+    ]
+    assert saves == [True, True], "each save is below `if rank == 0`"
+    assert ast.unparse(tree).count("checkpoint.save") == 2
+
+
+def imports(path):
+    """Return the modules of this project that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found & MODULES.keys()
+
+
+def test_the_imports_make_no_circle_and_no_module_imports_a_script():
+    used = {name: imports(path) for name, path in MODULES.items()}
+    TopologicalSorter(used).prepare()  # the error names the circle
+    floors = {name: 0 if "." in name else 2 if name.startswith("train_") else 1 for name in used}
+    for name, modules in used.items():
+        above = {module for module in modules if floors[module] > floors[name]}
+        assert not above, name
+        assert not any(module.startswith("train_") for module in modules), name
+
+
+# Imports modules, and prints which signal handlers, variables and threads are then others.
+UNCHANGED = """
+import importlib, os, signal, sys, threading
+import torch, torchvision, tqdm
+def state():
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    random = torch.get_rng_state().tolist()
+    return handlers, dict(os.environ), torch.get_num_threads(), threading.active_count(), random
+before = state()
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+print([old for old, new in zip(before, state()) if new != old])
+"""
+
+
+def test_importing_a_module_changes_nothing():
+    """So that a notebook or a tool which imports one keeps its Ctrl-C, for example."""
+    assert succeed(sys.executable, "-c", UNCHANGED, *MODULES).text == "[]\n"
