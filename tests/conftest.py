@@ -1,7 +1,9 @@
 """Fixtures: data without a network, and proof that no test leaves a process behind."""
 
+import functools
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -106,11 +108,25 @@ def in_process(digits_dir, tmp_path, monkeypatch):
         signal.signal(number, handler)
 
 
+@functools.cache
+def count_gpus():
+    """Return the number of the user's GPUs, from another process, because this one sees none."""
+    kept = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    shown = kept if GPUS == "all" else kept | {"CUDA_VISIBLE_DEVICES": GPUS}
+    code = "from torch import cuda; print(cuda.device_count() if cuda.is_available() else 0)"
+    command = [sys.executable, "-c", code]
+    return int(subprocess.run(command, env=shown, capture_output=True, text=True).stdout or 0)
+
+
 @pytest.fixture(autouse=True)
 def _gpus_if_marked(request, monkeypatch):
-    """Show the user's GPUs to the tests with the mark ``gpu``."""
-    if "gpu" not in request.keywords:
+    """Show the user's GPUs to the tests with the mark ``gpu``, or skip them."""
+    mark = request.node.get_closest_marker("gpu")
+    if mark is None:
         return
+    needed = mark.args[0] if mark.args else 1
+    if count_gpus() < needed:
+        pytest.skip(f"needs {needed} GPUs")
     if GPUS == "all":
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     else:

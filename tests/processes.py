@@ -138,7 +138,8 @@ class Training:
     def checkpoint(self):
         import torch
 
-        return torch.load(self.folder / "checkpoints" / "last.pt", weights_only=True)
+        path = self.folder / "checkpoints" / "last.pt"
+        return torch.load(path, map_location="cpu", weights_only=True)
 
     def start_rank(self, rank, world_size, port, *flags, **environment):
         """Start one rank, as a launcher would that is not PyTorch's."""

@@ -21,6 +21,11 @@ RANK = os.environ.get("RANK", "0")
 ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
+def append(name, line):
+    with open(f"{os.environ['RECORD']}/{name}", "a") as file:
+        file.write(f"{line}\n")
+
+
 class Network(nn.Module):
     """A network of models.py that records, and that can fail."""
 
@@ -34,21 +39,26 @@ class Network(nn.Module):
             self.forwards += 1
             self.record(images)
             self.fail()
-        return self.inner(self.dropout(images))
+        kept = self.dropout(torch.ones(1, 64, device=images.device))
+        outputs = self.inner(self.dropout(images))
+        if self.training and "RECORD" in os.environ:
+            append("masks", "".join("01"[int(x > 0)] for x in kept[0]))
+            append("dtypes", outputs.dtype)
+        return outputs
 
     def record(self, images):
         if "RECORD" not in os.environ:
             return
         with torch.random.fork_rng(devices=[]):
             mask = torch.rand(4).tolist()
-        gradient = next(self.parameters()).grad
+        weight = next(self.parameters(), None)  # a copy of DataParallel's has no parameters
+        gradient = None if weight is None else weight.grad
         seen = {
             "places": images.flatten(1).argmax(1).tolist(),
             "random": mask,
             "gradient": None if gradient is None else float(gradient.abs().sum()),
         }
-        with open(f"{os.environ['RECORD']}/{RANK}-{ATTEMPT}", "a") as file:
-            file.write(f"{json.dumps(seen)}\n")
+        append(f"{RANK}-{ATTEMPT}", json.dumps(seen))
 
     def fail(self):
         rank, number, fault = os.environ.get("FAULT", "::").split(":")
@@ -74,12 +84,13 @@ def double_network():
     return Network()
 
 
-def basic():
-    return Network("basic")
-
-
-def convnet():
+def double_convnet():
+    torch.set_default_dtype(torch.float64)
     return Network("convnet")
+
+
+def linear_network():
+    return Network("linear")
 
 
 def digits(data_dir):
