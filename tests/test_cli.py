@@ -4,6 +4,7 @@ import pytest
 
 from tests.helpers import parse
 
+
 def refusal(capsys, flags, **options):
     """Return the line in which flags are refused."""
     with pytest.raises(SystemExit) as caught:

@@ -14,6 +14,9 @@ import train_ddp
 from tests.processes import Training, distance, free_port
 from utils.optim import warmup_cosine
 
+# They share the runs of a fixture.
+pytestmark = pytest.mark.xdist_group("training")
+
 # Others build on these names in summary.json.
 CONTRACT = """
     script technique dataset model world_size num_devices device batch_size global_batch_size epochs
