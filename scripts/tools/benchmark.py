@@ -30,7 +30,7 @@ MANY_EPOCHS = 1000  # so that --max-steps ends the runs, and the rate is still t
 
 
 class Setting(NamedTuple):
-    """What is run: a technique with its number of devices, and its CPU threads over all processes."""
+    """What is run: a technique, its number of devices, and CPU threads over all processes."""
 
     technique: str
     devices: int
