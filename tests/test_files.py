@@ -69,7 +69,7 @@ def test_resume_begins_in_a_folder_of_a_run_and_not_among_other_files(tmp_path, 
     open_run_dir(args)
     (tmp_path / "a" / "args.json").write_text("{}")
     open_run_dir(args)
-    assert capsys.readouterr().out.count("a holds no checkpoint yet, so the run begins at") == 3
+    assert capsys.readouterr().err.count("a holds no checkpoint yet, so the run begins at") == 3
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "1.jpg").touch()
     with pytest.raises(UsageError, match="photos holds other files, and no run"):
