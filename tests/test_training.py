@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn.parallel import DistributedDataParallel
 
 import data
@@ -102,8 +103,6 @@ def test_accumulation_sends_once(runs):
 
 def test_tensorboard_shows_the_same_figures(runs):
     """The rate follows the global batch of 32 samples, and the schedule."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     training, _ = runs["ddp"]
     board = EventAccumulator(str(training.folder)).Reload()
     running = [f"running_mean_rank_0/{name}" for name in ("loss", "accuracy", "learning_rate")]
