@@ -56,8 +56,8 @@ def is_right(found):
     [
         ("wrong_training.py", 1),
         pytest.param("wrong_data.py", 1, marks=needs_torchvision),
-        ("stops_alone.py", 1),
         pytest.param("hangs.py", 1, marks=pytest.mark.slow),
+        pytest.param("stops_alone.py", 1, marks=pytest.mark.slow),
         pytest.param("by_hand.py", 1, marks=pytest.mark.slow),
         pytest.param("device_by_rank.py", 2, marks=pytest.mark.slow),
         pytest.param("equal_ranks.py", 2, marks=pytest.mark.slow),

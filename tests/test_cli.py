@@ -1,80 +1,8 @@
 """The command line: each flag is parsed, and what cannot be used is one line and status 2."""
 
-import os
-import re
-
 import pytest
 
 from tests.helpers import parse
-
-COMMON = """--dataset my:load --data-dir=~/d --num-workers 2 --no-augment --eval-batch-size 7
-    --model my:net --epochs 0.5 --max-steps 3 --batch-size 32 --lr 0.3 --lr-scaling sqrt
-    --momentum 0 --weight-decay 0.25 --label-smoothing 0.1 --warmup-epochs 0 --grad-accum-steps 4
-    --max-grad-norm 0 --device cpu --devices 3 --threads 2 --amp bf16 --compile --seed 4294967295
-    --deterministic --run-dir=~/r --init-weights=~/w --save-every-steps 5 --log-every 1
-    --no-tensorboard --no-progress"""
-PARSED = {
-    "dataset": "my:load",
-    "data_dir": os.path.expanduser("~/d"),
-    "num_workers": 2,
-    "augment": False,
-    "eval_batch_size": 7,
-    "model": "my:net",
-    "epochs": 0.5,
-    "max_steps": 3,
-    "batch_size": 32,
-    "lr": 0.3,
-    "lr_scaling": "sqrt",
-    "momentum": 0.0,
-    "weight_decay": 0.25,
-    "label_smoothing": 0.1,
-    "warmup_epochs": 0.0,
-    "grad_accum_steps": 4,
-    "max_grad_norm": 0.0,
-    "device": "cpu",
-    "devices": [3],
-    "threads": 2,
-    "amp": "bf16",
-    "compile": True,
-    "seed": 2**32 - 1,
-    "deterministic": True,
-    "run_dir": os.path.expanduser("~/r"),
-    "init_weights": os.path.expanduser("~/w"),
-    "save_every_steps": 5,
-    "log_every": 1,
-    "tensorboard": False,
-    "progress": False,
-}
-OWN = {
-    "single": ("", {}),
-    "dp": ("--output-device 1", {"output_device": 1}),
-    "ddp": (
-        "--backend gloo --timeout 2.5 --sync-bn --bucket-cap-mb 1 --find-unused-parameters"
-        " --local-rank 1",
-        {
-            "backend": "gloo",
-            "timeout": 2.5,
-            "sync_bn": True,
-            "bucket_cap_mb": 1.0,
-            "find_unused_parameters": True,
-            "local_rank": "1",
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize("technique", OWN)
-def test_every_flag_sets_its_variable(technique, capsys):
-    flags, parsed = OWN[technique]
-    args = vars(parse(*COMMON.split(), *flags.split(), technique=technique))
-    assert args == PARSED | parsed | {"resume": False, "technique": technique}
-    defaults = vars(parse(technique=technique))
-    assert not [name for name in PARSED | parsed if args[name] == defaults[name]]
-    assert parse("--resume").resume
-    with pytest.raises(SystemExit, match="0"):
-        parse("--help", technique=technique)
-    listed = re.findall(r"^  (--[\w-]+)", capsys.readouterr().out, re.MULTILINE)
-    assert len(listed) == len(args.keys() - {"technique", "local_rank"})
 
 
 def refusal(capsys, flags, **options):

@@ -66,7 +66,6 @@ def test_resume_finds_the_latest_run_of_this_script(tmp_path, capsys):
 def test_resume_begins_in_a_folder_of_a_run_and_not_among_other_files(tmp_path, capsys):
     args = parse("--run-dir", "a", "--resume")
     open_run_dir(args)
-    (tmp_path / "a" / ".lock").unlink()
     open_run_dir(args)
     (tmp_path / "a" / "args.json").write_text("{}")
     open_run_dir(args)

@@ -13,7 +13,7 @@ from tests.processes import ROOT, run, succeed
 FOLDER = ROOT / "scripts/lessons"
 LESSONS = sorted(FOLDER.glob("[0-9]*.py"))
 # One of each kind. The others take a few seconds each, and are slow together.
-QUICK = {"01_one_step", "03_data_parallel_by_hand", "15_accuracy", "26_never_averaged"}
+QUICK = {"03_data_parallel_by_hand", "26_never_averaged"}
 LONG = {"03_data_parallel_by_hand", "11_ddp_by_hand"}
 CASES = [
     pytest.param(path, id=path.stem, marks=() if path.stem in QUICK else pytest.mark.slow)

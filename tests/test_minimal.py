@@ -123,6 +123,7 @@ def check_result(ended, path, data_dir):
     return float(accuracy)
 
 
+@pytest.mark.slow
 def test_dp_without_gpus_trains_as_single_does(alone, digits_dir, tmp_path):
     for name in ("single", "dp"):
         script = alone(name, name)
@@ -293,7 +294,8 @@ def test_all_ranks_stop_after_a_signal_to_one_and_another_number_goes_on(other_d
     assert {path.name for path in folder.glob("*.pt*")} == names
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_killed_run_ends_in_the_weights_of_one_that_was_never_killed(ranks, other_data, tmp_path):
     """It is saved at steps 100 and 200 of an epoch, and is killed in step 150 of the second."""
     flags, epochs = ["--batch-size", 4 // ranks], ["--epochs", 2]
@@ -311,6 +313,7 @@ def test_a_killed_run_ends_in_the_weights_of_one_that_was_never_killed(ranks, ot
     assert (weights[0]["epoch"], weights[0]["seen"]) == (2, 0)
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_leaves_the_checkpoint_as_it_was(other_data, tmp_path):
     """The largest file may have 40 KB, so the save ends in the middle, as on a full disk."""
     script, path = other_data("ddp_resume"), tmp_path / "alone" / "checkpoint.pt"
@@ -322,6 +325,7 @@ def test_a_save_that_fails_leaves_the_checkpoint_as_it_was(other_data, tmp_path)
     assert path.read_bytes() == content
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_kept(alone, tmp_path):
     script, path = alone("ddp_resume"), tmp_path / "alone" / "checkpoint.pt"
     torch.save({"model": {"weight": torch.zeros(1000)}}, path)

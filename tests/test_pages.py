@@ -178,6 +178,7 @@ torch.save(model.state_dict(), "model.pt")
 """
 
 
+@pytest.mark.slow
 def test_the_nine_changes_make_a_script_for_ddp(tmp_path):
     changes = PAGES["docs/convert.md"].partition("## Then")[0]
     diffs = re.findall(r"(?ms)^```diff\n(.*?)^```$", changes)

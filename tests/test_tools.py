@@ -126,6 +126,7 @@ def pretend(tmp_path):
     return command, {"LOG": str(tmp_path / "log"), "CUDA_VISIBLE_DEVICES": ""}
 
 
+@pytest.mark.slow
 def test_the_benchmark_compares_equal_conditions_in_turns(pretend, tmp_path):
     command, environment = pretend
     picture = tmp_path / "plot.png"

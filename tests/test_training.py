@@ -33,17 +33,6 @@ LAYOUTS = {
 STEPS = 75
 
 
-@pytest.fixture(scope="module")
-def runs(digits_dir, tmp_path_factory):
-    """A run of each script on 32 samples a step, with what it printed."""
-    found = {}
-    for technique, flags in LAYOUTS.items():
-        folder = tmp_path_factory.mktemp(technique)
-        training = Training(digits_dir, folder / "run")
-        found[technique] = training, training.succeed(technique, *PLAIN, *flags, RECORD=str(folder))
-    return found
-
-
 def score(name, weights, data_dir):
     """Return how many test images a model with these weights gets right, and its loss."""
     model = models.MODELS[name]().to(next(iter(weights.values())).dtype).eval()
@@ -56,10 +45,23 @@ def score(name, weights, data_dir):
     return correct, pytest.approx(F.cross_entropy(outputs, labels).item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("technique", LAYOUTS)
-def test_a_script_reports_what_it_did(technique, runs, digits_dir):
+def test_the_scripts_agree_and_report_what_they_did(digits_dir, tmp_path):
+    """A run of each on 32 samples a step, examined from four sides."""
+    runs = {}
+    for technique, flags in LAYOUTS.items():
+        training = Training(digits_dir, tmp_path / technique / "run")
+        (tmp_path / technique).mkdir()
+        record = {"RECORD": str(tmp_path / technique)}
+        ended = training.succeed(technique, *PLAIN, *flags, **record)
+        check_report(technique, training, ended, digits_dir)
+        runs[technique] = training
+    check_same_weights(runs)
+    check_accumulation_sends_once(tmp_path / "ddp")
+    check_tensorboard(runs["ddp"])
+
+
+def check_report(technique, training, ended, digits_dir):
     """The evaluation is that of the checkpoint, and one process reports."""
-    training, ended = runs[technique]
     facts, last = training.summary, training.rows[-1]
     assert facts.keys() >= set(CONTRACT.split())
     ranks = 2 if technique == "ddp" else 1
@@ -81,19 +83,18 @@ def test_a_script_reports_what_it_did(technique, runs, digits_dir):
     assert ended.stderr.count("\n") <= 4, "warnings of torchrun at most"
 
 
-@pytest.mark.parametrize("technique", ["dp", "ddp"])
-def test_the_same_global_batch_gives_the_same_weights(technique, runs):
+def check_same_weights(runs):
     """With another share for each process, accumulation, and a gradient that is clipped."""
-    weights = {name: run.checkpoint["model"] for name, (run, _) in runs.items()}
-    assert distance(weights["single"], weights[technique]) < 1e-10
-    for key in ("train_loss", "train_correct", "test_loss", "test_correct"):
-        facts = {name: run.summary[key] for name, (run, _) in runs.items()}
-        assert facts["single"] == pytest.approx(facts[technique], rel=1e-9), key
+    weights = {name: run.checkpoint["model"] for name, run in runs.items()}
+    for technique in ("dp", "ddp"):
+        assert distance(weights["single"], weights[technique]) < 1e-10
+        for key in ("train_loss", "train_correct", "test_loss", "test_correct"):
+            facts = {name: run.summary[key] for name, run in runs.items()}
+            assert facts["single"] == pytest.approx(facts[technique], rel=1e-9), key
 
 
-def test_accumulation_sends_once(runs):
+def check_accumulation_sends_once(folder):
     """In the second forward of a step, each rank has the gradient of its own batch."""
-    folder = runs["ddp"][0].folder.parent
     ranks = [[*map(json.loads, (folder / f"{rank}-0").open())] for rank in (0, 1)]
     gradients = [[seen["gradient"] for seen in rank] for rank in ranks]
     assert len(gradients[0]) == len(gradients[1]) == 2 * STEPS
@@ -101,9 +102,8 @@ def test_accumulation_sends_once(runs):
     assert all(ours != theirs for ours, theirs in zip(*(g[1::2] for g in gradients), strict=True))
 
 
-def test_tensorboard_shows_the_same_figures(runs):
+def check_tensorboard(training):
     """The rate follows the global batch of 32 samples, and the schedule."""
-    training, _ = runs["ddp"]
     board = EventAccumulator(str(training.folder)).Reload()
     running = [f"running_mean_rank_0/{name}" for name in ("loss", "accuracy", "learning_rate")]
     ends = [f"{part}/{name}" for part in ("train", "test") for name in ("loss", "accuracy")]

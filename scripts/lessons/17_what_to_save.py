@@ -1,7 +1,7 @@
 """What belongs into a checkpoint, and under which names?
 
 A wrapped model's state dict has `module.` before every name. Both wrappers keep the model as their
-attribute `module`. After that, a training of four epochs is interrupted after the second one, and
+attribute `module`. After that, training for four epochs is interrupted after the second one, and
 resumed from a checkpoint that lacks something.
 """
 

@@ -30,7 +30,7 @@ MANY_EPOCHS = 1000  # so that --max-steps ends the runs, and the rate is still t
 
 
 class Setting(NamedTuple):
-    """What is run: a technique on so many devices, with so many CPU threads over all processes."""
+    """What is run: a technique, its number of devices, and CPU threads over all processes."""
 
     technique: str
     devices: int
@@ -83,7 +83,7 @@ def settings(args: argparse.Namespace) -> list[Setting]:
 
 
 def train(setting: Setting, steps: int, args: argparse.Namespace) -> float:
-    """Start a training, and return its images/s.
+    """Start a training script, and return its images/s.
 
     Raises:
         RuntimeError: it failed.
