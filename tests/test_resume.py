@@ -5,13 +5,14 @@ import shutil
 import signal
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.processes import Training, distance, finish, kill_strays, said_by_ranks, wait_until
 from utils.errors import UserError
 
 # Dropout, random shifts, momentum and accumulation, in 16 steps of 32 samples.
 NOISY = ["--model", "tests.user_code:dropout_network", "--dataset", "tests.user_code:dots"]
-NOISY += ["--batch-size", 8, "--grad-accum-steps", 2, "--save-every-steps", 3, "--no-tensorboard"]
+NOISY += ["--batch-size", 8, "--grad-accum-steps", 2, "--save-every-steps", 3, "--log-every", 1]
 # What has the same weights at any number of ranks, but for roundings of float64.
 EXACT = ["--model", "tests.user_code:double_network", "--no-augment", "--lr", 0.3, "--momentum", 0]
 EXACT += ["--epochs", 0.5, "--log-every", 1]
@@ -34,6 +35,9 @@ def test_a_restart_by_torchrun_repeats_what_was_lost(digits_dir, tmp_path):
     assert (calm["resumed_from"], killed["resumed_from"]) == (None, 6)
     assert killed["test_loss"] == calm["test_loss"]
     assert len(runs["killed"].rows) == 1
+    board = EventAccumulator(str(runs["killed"].folder)).Reload()
+    steps = [event.step for event in board.Scalars("running_mean_rank_0/loss")]
+    assert steps == [*range(1, 17)], "one curve"
     assert "failed (exitcode: -9) local_rank: 1" in ended.stderr, "torchrun's report"
 
     def seen(name, rank, attempt):
@@ -83,8 +87,6 @@ def share(technique, ranks):
 @pytest.mark.slow
 def test_another_number_of_ranks_goes_on(digits_dir, tmp_path):
     """With the same global batch, in the middle of an epoch."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     calm, changed = (Training(digits_dir, tmp_path / name) for name in ("calm", "changed"))
     calm.succeed(*share("single", 1))
     for step, ranks in ((6, 2), (12, 3), (20, 1)):
@@ -94,9 +96,6 @@ def test_another_number_of_ranks_goes_on(digits_dir, tmp_path):
     assert distance(calm.checkpoint["model"], changed.checkpoint["model"]) < 1e-10
     assert calm.summary["test_correct"] == changed.summary["test_correct"]
     assert [row["global_step"] for row in changed.rows] == [6, 12, 20]
-    board = EventAccumulator(str(changed.folder)).Reload()
-    steps = [event.step for event in board.Scalars("running_mean_rank_0/loss")]
-    assert steps == [*range(1, 21)], "one curve"
 
 
 @pytest.mark.slow
@@ -145,12 +144,14 @@ def test_an_evaluation_that_is_owed_is_made_up_for(in_process):
     training = in_process("run", *flags)
     whole, rows = training.summary, training.rows
     (training.folder / "summary.json").unlink()
-    (training.folder / "metrics.jsonl").write_text(f"{json.dumps(rows[0])}\n")
+    beyond = rows[1] | {"global_step": 99}  # of an attempt whose checkpoint is damaged
+    lines = [json.dumps(row) + "\n" for row in (rows[0], beyond)]
+    (training.folder / "metrics.jsonl").write_text("".join(lines))
     in_process("run", *flags)
     facts = training.summary
     for key in ("test_correct", "test_count", "global_step", "weights_sha256"):
         assert facts[key] == whole[key]
-    assert [row["epoch"] for row in training.rows] == [1, 2]
+    assert [row["global_step"] for row in training.rows] == [20, 40]
     in_process("run", *flags)
     assert training.summary == facts, "nothing was left to do"
 

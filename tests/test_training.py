@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn.parallel import DistributedDataParallel
 
 import data
@@ -103,8 +104,6 @@ def check_accumulation_sends_once(folder):
 
 def check_tensorboard(training):
     """The rate follows the global batch of 32 samples, and the schedule."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     board = EventAccumulator(str(training.folder)).Reload()
     running = [f"running_mean_rank_0/{name}" for name in ("loss", "accuracy", "learning_rate")]
     ends = [f"{part}/{name}" for part in ("train", "test") for name in ("loss", "accuracy")]

@@ -44,6 +44,7 @@ class Network(nn.Module):
         if self.training and "RECORD" in os.environ:
             append("masks", "".join("01"[int(x > 0)] for x in kept[0]))
             append("dtypes", outputs.dtype)
+            append("seeds", torch.cuda.initial_seed() if images.is_cuda else torch.initial_seed())
         return outputs
 
     def record(self, images):
