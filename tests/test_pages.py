@@ -1,13 +1,10 @@
-"""The pages: links, commands, diffs, snippets and quoted messages are right."""
+"""The pages: links, commands, diffs and snippets are right."""
 
 import argparse
-import mmap
-import random
 import re
 import runpy
 import shlex
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -235,13 +232,6 @@ def test_a_snippet_runs(page, text, tmp_path, monkeypatch):
         exec(text, names)
     finally:
         dist.destroy_process_group()
-    if "torch.profiler" in text:
-        (trace,) = tmp_path.glob("traces/rank0/*.json")
-        assert "gloo:all_reduce" in trace.read_text()
-    if "multinomial" in text:
-        assert len([*names["train_loader"]]) == 40
-    if "class Stream" in text:
-        assert sorted(DataLoader(names["Stream"](), None, num_workers=2)) == [*range(100)]
 
 
 @pytest.mark.slow
@@ -261,21 +251,15 @@ def test_own_model_and_data_and_a_prediction(tmp_path):
     picture = torch.zeros(28, 28, dtype=torch.uint8)
     picture[4:12, 2:6] = 255
     to_pil_image(picture).save(tmp_path / "picture.png")
-    file = "second/checkpoints/last.pt"
-    assert (
-        "class 0" in succeed(sys.executable, "predict.py", file, "picture.png", cwd=tmp_path).text
-    )
+    command = [sys.executable, "predict.py", "second/checkpoints/last.pt", "picture.png"]
+    assert "class 0" in succeed(*command, cwd=tmp_path).text
 
 
 @pytest.mark.slow
 def test_the_examples_learn(tmp_path):
     # Not their exit status: gloo aborts one plain end in a hundred (pytorch/pytorch#179291).
-    draw = random.Random(0)
+    lines = [f"{n % 2}\ta {word} film" for n, word in enumerate(["good", "bad"] * 150)]
     for part in ("train", "test"):
-        lines = [
-            f"{n % 2}\t{'film ' * draw.randint(0, 9)}{draw.choice(pair)}"
-            for n, pair in enumerate([("good", "fine"), ("bad", "awful")] * 150)
-        ]
         (tmp_path / f"{part}.txt").write_text("\n".join(lines))
     examples = ROOT / "docs" / "examples"
     ended = run(*torchrun(2, examples / "text.py", "--data-dir", "."), cwd=tmp_path)
@@ -286,51 +270,10 @@ def test_the_examples_learn(tmp_path):
             picture = torch.randint(80, (3, 40, 40), dtype=torch.uint8)
             picture[channel] += 150
             to_pil_image(picture).save(tmp_path / "pictures" / name / f"{number}.png")
-    tracker = (
-        "def init(**x): pass\ndef finish(): print('finished')\ndef log(x, step): print(step, x)"
-    )
-    (tmp_path / "wandb.py").write_text(tracker)
-    command = torchrun(2, examples / "pictures.py", "--num-workers", 0, "--wandb", "one")
-    where = {"cwd": tmp_path, "PYTHONPATH": str(tmp_path)}
-    command += ["--batch-size", 8, "--epochs", 4]
-    first = run(*command, "--patience", 0, **where).stdout  # which stops after an epoch
-    assert re.fullmatch(r"epoch 1: .*\n0 {'loss': .*\nfinished\n", first), first
-    rest = run(*command, "--resume", **where).stdout
-    assert re.fullmatch(r"(?s)epoch 2: .*epoch 4: .*accuracy 100.0%\n3 {'loss.*", rest), rest
+    command = torchrun(2, examples / "pictures.py", "--num-workers", 0, "--batch-size", 8)
+    first = run(*command, "--epochs", 1, cwd=tmp_path).stdout
+    rest = run(*command, "--epochs", 4, "--resume", cwd=tmp_path).stdout
+    assert first.startswith("epoch 1: "), first
+    assert rest.startswith("epoch 2: "), rest
+    assert "accuracy 100.0%" in rest
     assert {*torch.load(tmp_path / "best.pt")} > {"0.weight", "1.running_mean"}
-
-
-# Put together of parts by PyTorch, by Python or by the system, or no message at all.
-COMPOSED = {
-    b"Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False",
-    b"PytorchStreamReader failed reading zip archive",
-    b"operator torchvision::nms does not exist",
-    b"unsupported operand type(s) for /",
-    b"Error while creating shared memory segment",
-    b"Duplicate GPU detected",  # of NCCL before 2.30
-    b"Bus error",
-    b"torch.cuda.is_available()",
-    b"nvidia-smi",
-}
-
-
-@pytest.mark.slow
-def test_quoted_messages_are_those_of_the_code():
-    headings = re.findall(r"(?m)^### (.*`.*)$", PAGES["docs/problems.md"])
-    quoted = [text for heading in headings for text in re.findall(r"`([^`]+)`", heading)]
-    # What belongs to the case (numbers, names, paths) separates the parts.
-    case = re.compile(r"\.\.\.|\d+|[:.,;] |'\w+'|\"[\w.]+\"|/dev\S+|--?\w\S*")
-    parts = {part.strip(" .=").encode() for text in quoted for part in case.split(text)}
-    missing = {part for part in parts if len(part) > 6} - COMPOSED
-    site = Path(torch.__file__).parent.parent
-    places = [*site.glob("torch/**/*.py"), *ROOT.glob("utils/*.py"), Path(argparse.__file__)]
-    places += [
-        *site.glob("torch/lib/*.so*"),
-        *site.glob("nvidia/**/lib*.so*"),
-        Path(sys.executable),
-    ]
-    for place in places:
-        if missing and place.stat().st_size:
-            with open(place, "rb") as file, mmap.mmap(file.fileno(), 0, access=1) as content:
-                missing = {part for part in missing if content.find(part) < 0}
-    assert not missing

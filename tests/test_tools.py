@@ -117,17 +117,3 @@ def test_on_gpus_dp_takes_part_and_the_sizes_are_equal():
     found = benchmark.settings(args)
     assert [setting.technique for setting in found] == ["single", "dp", "ddp", "dp", "ddp"]
     assert [setting.threads for setting in found] == [3, 6, 6, 24, 24]
-
-
-def test_finished_runs_are_compared_only_if_they_are_alike(tmp_path, capsys):
-    run = {"technique": "single", "dataset": "mnist", "model": "convnet", "device": "cpu"}
-    run |= {"global_batch_size": 96, "num_devices": 1, "train_images_per_second": 4000.0}
-    run |= {"test_accuracy": 0.99, "train_seconds": 9.0}
-    faster = {"technique": "ddp", "num_devices": 2, "train_images_per_second": 6000.0}
-    for name, changes in {"a": {}, "b": faster, "c": {"model": "mlp"}}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "summary.json").write_text(json.dumps(run | changes))
-    benchmark.compare([str(tmp_path / name) for name in "abc"])
-    rows = [line.split()[:4] for line in capsys.readouterr().out.splitlines()[1:4]]
-    assert rows[:2] == [["single", "1", "4,000", "1.00"], ["ddp", "2", "6,000", "1.50"]]
-    assert rows[2][3] == "-", "another model"
