@@ -24,13 +24,14 @@ END
 
 # install FILE...: make $VENV, if it is not there, and install the requirements files.
 install() {
+    local base=${BASE_PYTHON:-python3}
     if command -v uv >/dev/null; then
         # The build of torch that fits this machine's GPU and driver, or the one that a user names.
         export UV_TORCH_BACKEND=${UV_TORCH_BACKEND:-auto}
-        uv venv --quiet --allow-existing --prompt "$PROMPT" --python "${BASE_PYTHON:-python3}" "$VENV" &&
+        { [[ -x $PYTHON ]] || uv venv --quiet --prompt "$PROMPT" --python "$base" "$VENV"; } &&
             uv pip install --quiet --python "$PYTHON" "${@/#/-r}" && return
     fi
-    "${BASE_PYTHON:-python3}" -m venv --prompt "$PROMPT" "$VENV" &&
+    { [[ -x $PYTHON ]] || "$base" -m venv --prompt "$PROMPT" "$VENV"; } &&
         "$PYTHON" -m pip install --quiet --disable-pip-version-check "${@/#/-r}"
 }
 
