@@ -270,9 +270,10 @@ def test_the_examples_learn(tmp_path):
             picture = torch.randint(80, (3, 40, 40), dtype=torch.uint8)
             picture[channel] += 150
             to_pil_image(picture).save(tmp_path / "pictures" / name / f"{number}.png")
-    command = torchrun(2, examples / "pictures.py", "--num-workers", 0, "--batch-size", 8)
-    first = run(*command, "--epochs", 1, cwd=tmp_path).stdout
-    rest = run(*command, "--epochs", 4, "--resume", cwd=tmp_path).stdout
+    command = torchrun(2, examples / "pictures.py", "--num-workers", 0, "--epochs", 4)
+    command += ["--batch-size", 8]
+    first = run(*command, "--patience", 0, cwd=tmp_path).stdout  # which stops after an epoch
+    rest = run(*command, "--resume", cwd=tmp_path).stdout
     assert first.startswith("epoch 1: "), first
     assert rest.startswith("epoch 2: "), rest
     assert "accuracy 100.0%" in rest
