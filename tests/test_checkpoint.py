@@ -255,3 +255,10 @@ def test_a_file_that_holds_no_weights_is_an_error(tmp_path):
     torch.save([1, 2], path)
     with pytest.raises(CheckpointError, match=r"weights\.pt holds a list, and no weights"):
         models.build("linear", str(path))
+
+
+def test_a_buffer_may_be_infinite(tmp_path):
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+    checkpoint.save(tmp_path, ARGS, parts_of(model), Position(step=1))
+    assert checkpoint.read(tmp_path, ARGS)["model"]["mask"].tolist() == [0, float("-inf")]

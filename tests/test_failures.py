@@ -14,7 +14,7 @@ from utils.errors import UserError
 LONG = ["--model", "tests.user_code:network", "--epochs", 9999, "--save-every-steps", 2]
 LONG += ["--no-tensorboard"]
 FEW = ["--model", "linear", "--max-steps", 3, "--no-tensorboard"]
-BROKE = "the connection to another rank broke; the launcher's report, or the output of another rank"
+BROKE = "another rank has ended, or is stuck for --timeout seconds"
 
 
 def test_a_misspelt_name_is_one_line_for_all_ranks(training):
@@ -72,7 +72,7 @@ def test_a_rank_that_stalls_ends_the_job_after_the_timeout(rank, training):
             first = process.stderr.readline()
         os.kill(rank_pids()[1], signal.SIGKILL)
         ended = finish(process, 100)
-        assert "a rank did not answer within --timeout" in first
+        assert BROKE in first
     assert ended.status == 1
     assert training.checkpoint["position"]["step"] == 6
     assert len([line for line in said_by_ranks(ended) if "error" in line]) <= 1, ended.stderr

@@ -129,6 +129,16 @@ def test_three_ranks_evaluate_the_saved_model_exactly(name, alone, digits_dir, t
     assert name == "ddp" or "rank 0 holds" in ended.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "ranks"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+def test_an_epoch_of_mnist_is_enough(name, ranks, alone, mnist_dir, tmp_path):
+    command = torchrun(ranks, alone(name), "--data-dir", mnist_dir)
+    command = command[-3:] if name == "single" else command
+    command = [sys.executable, *command] if name == "single" else command
+    ended = succeed(*command, cwd=tmp_path / "alone", timeout=250)
+    assert check_result(ended, tmp_path / "alone", mnist_dir) >= 98
+
+
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("name", ["dp", "ddp", "fsdp"])
 def test_two_gpus_train(name, alone, digits_dir, tmp_path):

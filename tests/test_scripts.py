@@ -126,6 +126,29 @@ def test_a_reader_looks_up_few_names(technique):
     assert {"parse_args", "checkpoint.save", "logger.step", "position.seen"} <= names
 
 
+LESSON = {
+    *("os.environ['RANK']", "os.environ['LOCAL_RANK']", "os.environ['WORLD_SIZE']"),
+    *("torch.cuda.set_device", "dist.init_process_group", "dist.destroy_process_group"),
+    *("data.ResumableDistributedSampler", "range(rank, len(test_set), world_size)"),
+    *("optim.scale_lr(args.lr, args.lr_scaling, global_batch_size)", "torch.manual_seed"),
+    *("nn.SyncBatchNorm.convert_sync_batchnorm", "DistributedDataParallel"),
+    *("model.require_backward_grad_sync", "dist.broadcast", "dist.all_reduce"),
+}
+
+
+def test_the_technique_is_in_the_script_as_calls():
+    tree = ast.parse(text_of("ddp"))
+    said = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.expr)}
+    assert LESSON - said == set()
+    saves = [
+        any("checkpoint.save" in ast.unparse(line) for line in node.body)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "rank == 0" in ast.unparse(node.test)
+    ]
+    assert saves == [True, True], "each save is below `if rank == 0`"
+    assert ast.unparse(tree).count("checkpoint.save") == 2
+
+
 def imports(path):
     """Return the modules of this project that a file imports."""
     found = set()

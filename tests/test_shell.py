@@ -3,6 +3,8 @@
 import itertools
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +28,21 @@ def copy(tmp_path):
     for name in ("requirements.txt", "requirements-dev.txt"):
         shutil.copy(ROOT / name, tmp_path / "copy")
     return tmp_path / "copy"
+
+
+def test_an_environment_is_used_as_it_is_and_another_is_left_alone(copy):
+    """test.sh finds its environment complete, and calls make with it."""
+    path = fake(copy / "fakes", "make", 'echo "make $*"; which python')
+    (copy / "requirements-dev.txt").write_text("# a comment\ntorch>=2.9\n\npytest\n")
+    bin_folder = Path(sys.executable).parent
+    script = copy / "scripts" / "test.sh"
+    ended = succeed("env", f"PATH={path}", f"VENV={bin_folder.parent}", script, "--all", "-x")
+    assert 'make check PYTHON=python PYTEST_FLAGS=-m "" -x' in ended.stdout
+    assert str(bin_folder / "python") in ended.stdout
+    other = copy / "other"
+    other.mkdir()
+    assert "is yours" in run("env", f"PATH={path}", f"VENV={other}", script).stderr
+    assert not [*other.iterdir()]
 
 
 def test_run_torchrun_is_one_machine_or_one_of_several(tmp_path):
