@@ -82,16 +82,17 @@ with model.no_sync():
 optimizer.step()
 
 model = wrapped(network())
-if rank == 0:
-    with torch.no_grad():
-        model(images)  # finds: evaluates through the wrapper
-
-model = wrapped(network())
 optimizer = sgd(model)
 loss_of(model, rank).backward()
 for parameter in model.parameters():
     parameter.grad += rank
 optimizer.step()  # finds: gradients differ
+
+# The last one: after it the collectives of the ranks no longer match.
+model = wrapped(network())
+if rank == 0:
+    with torch.no_grad():
+        model(images)  # finds: evaluates through the wrapper
 
 assert os.environ["WORLD_SIZE"] == "2"
 dist.destroy_process_group()
