@@ -21,7 +21,6 @@ SCHEDULER = f"{PARTS}\n    scheduler = parts['scheduler'] = torch.optim.lr_sched
 RATES = {
     RATE: "",
     "scaler.update()": "scaler.update()\n            scheduler.step()",
-    'sums, group["lr"])': "sums, scheduler.get_last_lr()[0])",
 }
 # What a user changes, for each wish: what is in the script, and what replaces it.
 WISHES = {
