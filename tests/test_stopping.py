@@ -39,9 +39,7 @@ def test_sigterm_to_torchrun_stops_all_ranks(training):
     """With loader workers, to which torchrun sends it as well."""
     process = begin(training, "ddp", *LONG, "--num-workers", 1)
     process.terminate()
-    began = time.monotonic()
     ended = finish(process)
-    assert time.monotonic() - began < 20
     assert said_by_ranks(ended) == [STOPPING]
     assert "exitcode" not in ended.stderr, "no rank has failed"
     step = check_stopped(training, ended)
