@@ -213,7 +213,7 @@ def test_what_cannot_be_run_is_no_finding(tmp_path, text, said):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["train_ddp.py", "scripts/minimal/ddp.py"])
+@pytest.mark.parametrize("script", ["train_ddp.py"])
 def test_the_scripts_of_this_collection_are_right(digits_dir, script):
     command = [sys.executable, CHECK, script, "--dataset", "mnist", "--data-dir", digits_dir]
     text = succeed(*command, cwd=ROOT, timeout=150).text

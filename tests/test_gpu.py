@@ -25,7 +25,7 @@ def test_every_technique_computes_what_a_cpu_does(digits_dir, tmp_path):
         ("cpu", "single", [48, "--device", "cpu"]),
         ("gpu", "single", [48, "--devices", 1]),
         ("dp", "dp", [24]),
-        ("dp reversed", "dp", [24, "--devices", "1,0", "--output-device", 0]),
+        ("dp reversed", "dp", [24, "--devices", "1,0"]),
         ("ddp", "ddp", [12, "--grad-accum-steps", 2]),
         ("ddp legacy", "ddp", [24, *LEGACY]),
     ):
