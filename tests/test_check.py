@@ -213,7 +213,16 @@ def test_what_cannot_be_run_is_no_finding(tmp_path, text, said):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["train_ddp.py"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "train_ddp.py",
+        pytest.param(
+            "scripts/minimal/ddp.py",
+            marks=pytest.mark.xfail(reason="on a busy machine it is not judged, cause unknown"),
+        ),
+    ],
+)
 def test_the_scripts_of_this_collection_are_right(digits_dir, script):
     command = [sys.executable, CHECK, script, "--dataset", "mnist", "--data-dir", digits_dir]
     text = succeed(*command, cwd=ROOT, timeout=150).text
