@@ -15,10 +15,14 @@ SLOW += ["--no-tensorboard"]
 STOPPING = "stopping after this step; a second Ctrl-C ends at once"
 
 
-def begin(training, technique, *flags, **more):
-    """Start a run and wait until it trains."""
+def begin(training, technique, *flags, sign="metrics.jsonl", **more):
+    """Start a run and wait for a file of it, by default for the first epoch's evaluation.
+
+    After that all loader workers are running. A signal in the first moments of a worker, before it
+    has left the group of its rank, would end it.
+    """
     process = training.start(technique, *flags, **more)
-    wait_until((training.folder / "checkpoints" / "last.pt").exists, process)
+    wait_until((training.folder / sign).exists, process)
     return process
 
 
@@ -90,7 +94,7 @@ def test_ctrl_c_to_torchrun(training):
 def test_ranks_agree_in_each_step_if_steps_are_long(workers, training):
     """A step takes 0.8 s or more, nearly all of it for loading data."""
     flags = [*SLOW, "--num-workers", workers, "--save-every-steps", 1]
-    process = begin(training, "ddp", *flags, SLOW="0.2")
+    process = begin(training, "ddp", *flags, sign="checkpoints/last.pt", SLOW="0.2")
     step = training.checkpoint["position"]["step"]
     process.terminate()
     ended = finish(process)
