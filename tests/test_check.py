@@ -66,10 +66,7 @@ def is_right(found):
 def test_mistakes_are_found_on_their_lines_and_nothing_else_is(tmp_path, script, nodes):
     found = checked(tmp_path, script, options=["--nodes", nodes])
     seen = {(item["kind"], item["line"]) for item in found["findings"]}
-    missed = {kind for kind, _ in expected(script) - seen}
-    assert seen <= expected(script), found
-    # On a busy machine this one is sometimes missed. The check says less then, and nothing wrong.
-    assert missed <= {"gradients differ"}, found
+    assert seen == expected(script), found
     for item in found["findings"]:
         assert item["level"] == verdict.TABLE[item["kind"]].level
     assert found["status"] == 1
@@ -213,17 +210,8 @@ def test_what_cannot_be_run_is_no_finding(tmp_path, text, said):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "script",
-    [
-        "train_ddp.py",
-        pytest.param(
-            "scripts/minimal/ddp.py",
-            marks=pytest.mark.xfail(reason="on a busy machine it is not judged, cause unknown"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("script", ["train_ddp.py", "scripts/minimal/ddp.py"])
 def test_the_scripts_of_this_collection_are_right(digits_dir, script):
-    command = [sys.executable, CHECK, script, "--dataset", "mnist", "--data-dir", digits_dir]
+    command = [sys.executable, CHECK, script, "--data-dir", digits_dir]
     text = succeed(*command, cwd=ROOT, timeout=150).text
     assert "OK     nothing wrong was seen" in text

@@ -46,7 +46,7 @@ _forwards = record.Nested()
 _backwards = record.Nested()  # checkpointing computes a part of the forward again in them
 _began: dict[str, int] = {}  # torch's random state when this step got its batch
 _stepping: list[Any] = []  # the parameters of each optimizer whose step has begun
-_turns: Counter[int] = Counter()  # number of steps, by the id of the optimizer
+_turns: Counter[Any] = Counter()  # number of steps of each optimizer
 
 
 @replaces(dist, c10d)
@@ -255,10 +255,10 @@ def _step_ends(optimizer: Any, args: Any, keywords: Any) -> None:
     if _stepping:  # an optimizer inside of an optimizer
         return
     values = [{**facts, "after": _sums(p)} for p, facts in stepped]
-    _turns[id(optimizer)] += 1
+    _turns[optimizer] += 1
     facts: dict[str, Any] = {
-        "optimizer": list(_turns).index(id(optimizer)),
-        "turn": _turns[id(optimizer)],
+        "optimizer": list(_turns).index(optimizer),
+        "turn": _turns[optimizer],
     }
     facts["rates"] = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
     record.tell("step", values=values, wrapped=len(wrappers), **facts)
