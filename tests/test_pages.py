@@ -217,14 +217,14 @@ def test_a_snippet_runs(text, tmp_path, monkeypatch):
     model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 2), nn.BatchNorm1d(2)))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     train_set, batch_size, device = TensorDataset(images, labels), 8, torch.device("cpu")
-    train_loader = loader = DataLoader(train_set, batch_size)
+    train_loader = DataLoader(train_set, batch_size)
     train_sampler: DistributedSampler = DistributedSampler(train_set)
     rank, local_rank, world_size, epoch, accumulation_steps, prepare_data = 0, 0, 1, 0, 3, list
     loss_function, micro_batches = F.cross_entropy, [(images, labels)]
     weights, samples, train_step = torch.ones(320), range(100), F.cross_entropy
     loss = losses = F.cross_entropy(model(images), labels)
-    if "mse_loss(model(inputs), targets)" in text:
-        loader = [(images, torch.zeros(320, 2))]
+    is_regression = "mse_loss(model(inputs), targets)" in text
+    loader = [(images, torch.zeros(320, 2))] if is_regression else train_loader
     try:
         exec(text, {**globals(), **locals()})
     finally:
