@@ -1,4 +1,4 @@
-"""The pages: links, commands, diffs and snippets are right."""
+"""The pages: links, commands, diffs and snippets are right, and the Chinese ones have the same."""
 
 import argparse
 import re
@@ -18,8 +18,9 @@ from torchvision.transforms.functional import to_pil_image
 
 from tests.processes import ROOT, run, succeed, torchrun
 
-PATHS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
-PAGES = {str(p.relative_to(ROOT)): p.read_text() for p in PATHS if ".zh-CN" not in p.name}
+PATHS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
+PAGES = {str(p.relative_to(ROOT)): p.read_text() for p in PATHS}
+CHINESE = [page for page in PAGES if page.endswith(".zh-CN.md")]
 FENCE = re.compile(r"(?ms)^ *```(\w*)\n(.*?)^ *```$")
 
 
@@ -41,22 +42,31 @@ def test_links_lead_somewhere(page):
             assert anchor in slugs, link
 
 
+@pytest.mark.parametrize("page", CHINESE)
+def test_a_chinese_page_has_the_code_and_the_quoted_messages_of_the_english_one(page):
+    def find(text):
+        code = [re.sub(r"(?m) *(#|@@|<--).*", "", block) for _, block in FENCE.findall(text)]
+        headings = re.findall(r"(?m)^#.*`.*$", FENCE.sub("", text))
+        return [*code, *(re.findall("`.+?`", heading) for heading in headings)]
+
+    assert find(PAGES[page]) == find(PAGES[page.replace(".zh-CN", "")])
+
+
 class ParsedError(Exception):
     """A script has parsed its command line, and is stopped there."""
 
 
 def commands():
-    """Yield (page, command), from the blocks and from what is quoted in the text."""
+    """Yield the commands in the blocks, and those that are quoted in the text."""
     for page, text in PAGES.items():
         for block in blocks(page, "bash", "sh"):
-            yield from ((page, line.strip()) for line in block.splitlines() if line.strip())
-        prose = FENCE.sub("", text)
-        quoted = re.findall(r"`((?:python|torchrun|sbatch|\./scripts|scripts)\s[^`]+)`", prose)
-        yield from ((page, " ".join(each.split())) for each in quoted)
+            yield from (line.strip() for line in block.splitlines() if line.strip())
+        quoted = re.findall(r"`((?:python|torchrun|sbatch)\s[^`]+)`", FENCE.sub("", text))
+        yield from (" ".join(each.split()) for each in quoted)
 
 
-@pytest.mark.parametrize(("page", "command"), sorted(set(commands())))
-def test_a_command_is_understood(page, command, monkeypatch):
+@pytest.mark.parametrize("command", sorted(set(commands())))
+def test_a_command_is_understood(command, monkeypatch):
     for path in re.findall(r"(?<![\w~/])(?:\./)?((?:scripts|docs|tests)/[\w./]+\w)", command):
         assert (ROOT / path).exists(), path
     words = shlex.split(re.sub(r"\$(NODE|PORT)", "0", command), comments=True)
@@ -132,13 +142,12 @@ def test_a_patched_train_ddp_trains_and_resumes(page, tmp_path, digits_dir):
     text = apply(diff, (ROOT / "train_ddp.py").read_text())
     (tmp_path / "train_ddp.py").write_text(f"import shutil\n{text}")
     (tmp_path / "my_data.py").write_text(REGRESSION)
-    command = torchrun(
-        2, "train_ddp.py", "--no-tensorboard", "--run-dir", "run", "--batch-size", 48
-    )
+    command = torchrun(2, "train_ddp.py", "--no-tensorboard", "--run-dir", "run")
+    command += ["--batch-size", 48, "--data-dir", digits_dir]
     if "mse_loss" in diff:
         command += ["--dataset", "my_data:load", "--model", "linear", "--max-grad-norm", 0]
-    first = succeed(*command, "--data-dir", digits_dir, cwd=tmp_path).text
-    again = succeed(*command, "--data-dir", digits_dir, "--epochs=2", "--resume", cwd=tmp_path).text
+    first = succeed(*command, cwd=tmp_path).text
+    again = succeed(*command, "--epochs=2", "--resume", cwd=tmp_path).text
     assert "epoch   1" in first, first
     assert "epoch   2" in again, again
     assert ("mse_loss" in diff) == (" error 0." in again), again
@@ -196,40 +205,28 @@ def test_the_nine_changes_make_a_script_for_ddp(tmp_path):
 
 # Files, what another test runs, a debugger and a compiler.
 NO_SNIPPET = re.compile(r"^# my_|import data\b|def evaluate|breakpoint|\.compile\(")
-# The repairs in docs/check.md belong to scripts of the check's own tests.
-OWN = [page for page in PAGES if page != "docs/check.md"]
-SNIPPETS = [(p, x) for p in OWN for x in blocks(p, "python") if not NO_SNIPPET.search(x)]
+ALL = [block for page in PAGES if page not in CHINESE for block in blocks(page, "python")]
 
 
 @pytest.mark.filterwarnings("ignore")  # autocast and GradScaler say that there is no GPU
-@pytest.mark.parametrize(("page", "text"), SNIPPETS)
-def test_a_snippet_runs(page, text, tmp_path, monkeypatch):
+@pytest.mark.parametrize("text", [block for block in ALL if not NO_SNIPPET.search(block)])
+def test_a_snippet_runs(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     dist.init_process_group("gloo", f"file://{tmp_path}/group", rank=0, world_size=1)
     images, labels = torch.randn(320, 8), torch.randint(2, (320,))
-    raw_model = nn.Sequential()
-    raw_model.add_module("features", nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
-    raw_model.add_module("head", nn.Linear(8, 2))
-    # ``features`` belongs to a model that is not yet wrapped.
-    model = raw_model if "features" in text else DistributedDataParallel(raw_model)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 2), nn.BatchNorm1d(2)))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     train_set, batch_size, device = TensorDataset(images, labels), 8, torch.device("cpu")
-    train_loader = loader = DataLoader(train_set, batch_size)
+    train_loader = DataLoader(train_set, batch_size)
     train_sampler: DistributedSampler = DistributedSampler(train_set)
-    accumulation_steps = 3
-    rank, local_rank, world_size, epoch, prepare_data = 0, 0, 1, 0, list
+    rank, local_rank, world_size, epoch, accumulation_steps, prepare_data = 0, 0, 1, 0, 3, list
     loss_function, micro_batches = F.cross_entropy, [(images, labels)]
-    weights, samples, losses = torch.ones(320), range(100), F.cross_entropy(model(images), labels)
-    loss = losses
-
-    def train_step(images, labels):
-        F.cross_entropy(model(images), labels).backward()
-
-    names = {**globals(), **locals()}
+    weights, samples, train_step = torch.ones(320), range(100), F.cross_entropy
+    loss = losses = F.cross_entropy(model(images), labels)
+    is_regression = "mse_loss(model(inputs), targets)" in text
+    loader = [(images, torch.zeros(320, 2))] if is_regression else train_loader
     try:
-        if "one-weight" in text or "mse_loss(model(inputs), targets)" in text:
-            names["loader"] = [(images, torch.zeros(320, 2))]
-        exec(text, names)
+        exec(text, {**globals(), **locals()})
     finally:
         dist.destroy_process_group()
 
