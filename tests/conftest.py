@@ -1,11 +1,13 @@
-"""Fixtures: data without a network, and proof that no test leaves a process behind."""
+"""Fixtures: data without a network, runs of the scripts, and a watch for processes left behind."""
 
 import functools
+import importlib
 import os
-import signal
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -18,49 +20,32 @@ GPUS = os.environ.setdefault("MNIST_TEST_GPUS", os.environ.get("CUDA_VISIBLE_DEV
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: tests compare bits
 
-from tests import processes  # noqa: E402
+from tests import helpers, processes  # noqa: E402
 
 
-def pytest_sessionfinish(session):
-    """Fail a whole run (--all) in which a file has no test, or a test is skipped without a need."""
-    config = session.config
-    reporter = config.pluginmanager.get_plugin("terminalreporter")
-    if hasattr(config, "workerinput") or reporter is None or config.args != ["tests"]:
-        return  # a worker of pytest-xdist, or a part of the tests
-    if config.option.markexpr or config.option.keyword or config.option.collectonly:
-        return
-    passed, skipped = (reporter.stats.get(kind, []) for kind in ("passed", "skipped"))
-    ran = {report.nodeid.partition("::")[0] for report in (*passed, *skipped)}
-    files = (f"tests/{path.name}" for path in sorted((ROOT / "tests").glob("test_*.py")))
-    problems = [f"{name} has no test" for name in files if name not in ran]
-    # A reason names what this machine lacks. Without one, a test would be skipped everywhere.
-    reasons = {report.longrepr[2] for report in skipped}
-    problems += [f"skipped without a need: {why}" for why in reasons if "needs" not in why]
-    for problem in problems:
-        reporter.write_line(problem, red=True)
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    """Fail a test that is skipped without saying what it needs: it may be skipped everywhere."""
+    report = yield
+    if report.skipped and isinstance(report.longrepr, tuple) and "needs" not in report.longrepr[2]:
+        report.outcome, report.longrepr = "failed", f"skipped without a need: {report.longrepr}"
+    return report
 
 
 @pytest.fixture(scope="session")
 def digits_dir(tmp_path_factory):
     """A folder in torchvision's layout, with drawn digits: 1,920 for training, 500 for testing.
 
-    They lie there as MNIST and as Synthetic, so ``--dataset mnist`` works without a network.
+    They are there as MNIST and as Synthetic, so ``--dataset mnist`` works without a network.
     """
-    from utils.digits import draw_digits
+    from utils import digits
 
+    draw = digits.draw_digits
     folder = tmp_path_factory.mktemp("digits")
-    for part, count, seed in (("train", 1920, 0), ("t10k", 500, 1)):
-        for kind, values in zip(
-            ("images-idx3", "labels-idx1"), draw_digits(count, seed), strict=True
-        ):
-            # The IDX format: the type (8 for bytes), the number of dimensions, and each.
-            header = [0x800 + values.ndim, *values.shape]
-            content = b"".join(x.to_bytes(4, "big") for x in header) + values.numpy().tobytes()
-            for name in ("MNIST", "Synthetic"):
-                path = folder / name / "raw" / f"{part}-{kind}-ubyte"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content)
+    with mock.patch.object(digits, "draw_digits") as fewer:
+        fewer.side_effect = lambda count, seed: draw(1920 if count == 60_000 else 500, seed)
+        digits.Synthetic(folder, download=True)
+    shutil.copytree(folder / "Synthetic", folder / "MNIST")
     return folder
 
 
@@ -75,37 +60,32 @@ def mnist_dir():
 
 @pytest.fixture
 def training(digits_dir, tmp_path):
-    """Runs of the scripts in a folder that is not there yet."""
+    """Real starts of the scripts in a folder that is not there yet."""
     return processes.Training(digits_dir, tmp_path / "run")
 
 
 @pytest.fixture
-def in_process(digits_dir, tmp_path, monkeypatch):
-    """Return what runs a script in this process: for effects that need no process of their own."""
-    import importlib
+def train(digits_dir, tmp_path, monkeypatch):
+    """Return a function that runs a script in forked processes, and returns its run.
 
-    import torch
+    This is much quicker than a real start, because torch is loaded already. The run is in the
+    folder ``tmp_path / name``. It has to end with the stop signal ``stop``. An error is raised.
+    """
 
-    from utils import cli, signals
+    def run(name, *flags, script="single", ranks=1, stop=0):
+        training = processes.Training(digits_dir, tmp_path / name)
+        monkeypatch.setattr(sys, "argv", training.arguments(script, *flags))
+        parse_args = importlib.import_module("utils.cli").parse_args
+        script_train = importlib.import_module(f"train_{script}").train
+        importlib.import_module("torch._dynamo")  # by DDP, which would need seconds on each rank
+        stops = helpers.on_ranks(lambda rank: script_train(parse_args(script, "")), ranks)
+        for error in stops:
+            if isinstance(error, Exception):
+                raise error
+        assert stops == [stop] * ranks
+        return training
 
-    handlers = {number: signal.getsignal(number) for number in signals.STOP_SIGNALS}
-    threads = torch.get_num_threads()
-
-    def train(name, *flags, script="single", stop=0):
-        run = processes.Training(digits_dir, tmp_path / name)
-        words = [str(word) for word in run.command(script, *flags)]
-        at = words.index(f"train_{script}.py")
-        monkeypatch.setattr(sys, "argv", words[at:])
-        args = cli.parse_args(script, "")
-        assert importlib.import_module(f"train_{script}").train(args) == stop
-        return run
-
-    yield train
-    torch.set_num_threads(threads)
-    torch.set_default_dtype(torch.float32)
-    torch.use_deterministic_algorithms(False)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    return run
 
 
 @functools.cache
@@ -124,9 +104,8 @@ def _gpus_if_marked(request, monkeypatch):
     mark = request.node.get_closest_marker("gpu")
     if mark is None:
         return
-    needed = mark.args[0] if mark.args else 1
-    if count_gpus() < needed:
-        pytest.skip(f"needs {needed} GPUs")
+    if count_gpus() < mark.args[0]:
+        pytest.skip(f"needs {mark.args[0]} GPUs")
     if GPUS == "all":
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     else:

@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from tests.processes import free_port
 from utils.cli import parse_args
 
 FORK = multiprocessing.get_context("fork")  # quick, because torch is loaded already
@@ -33,41 +34,59 @@ def parse(*flags, technique="single", without=(), **environment):
 
 
 def fork(function, *args):
-    """Start a function in a process of its own."""
-    process = FORK.Process(target=function, args=args, daemon=True)
+    """Start a function in a process of its own, which ``ended`` waits for."""
+    process = FORK.Process(target=function, args=args)
     process.start()
     return process
 
 
-def ended(process, timeout=60):
-    """Return the exit status of a forked process, which has to end within ``timeout`` seconds."""
-    process.join(timeout)
-    if process.is_alive():
-        process.kill()
-        process.join()
-        raise AssertionError(f"still running after {timeout} s")
-    return process.exitcode
+def ended(*processes, timeout=90):
+    """Return the exit status of each process. One that is still running is killed."""
+    try:
+        for process in processes:
+            process.join(timeout)
+            assert process.exitcode is not None, f"still running after {timeout} s"
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [process.exitcode for process in processes]
 
 
-def on_ranks(function, world_size=2, timeout=30.0):
-    """Return what ``function(rank)`` returns, or raises, on each rank of a group over gloo."""
+def fork_ranks(function, world_size):
+    """Start ``function(rank)`` for each rank, in processes with the variables of a launcher."""
+    variables = {"WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+
+    def run(rank):
+        own = variables | {"RANK": rank, "LOCAL_RANK": rank}
+        os.environ |= {name: str(value) for name, value in own.items()}
+        function(rank)
+
+    return [fork(run, rank) for rank in range(world_size)]
+
+
+def on_ranks(function, world_size=2):
+    """Return what ``function(rank)`` returns, or raises, in a forked process for each rank."""
     pipes = [FORK.Pipe() for _ in range(world_size)]
+
+    def call(rank):
+        try:
+            result = function(rank)
+        except Exception as error:
+            result = error
+        pipes[rank][1].send(result)
+
+    ended(*fork_ranks(call, world_size))
+    return [receive.recv() if receive.poll() else None for receive, _ in pipes]
+
+
+def in_group(function, world_size=2):
+    """Like ``on_ranks``, for a function that needs a process group."""
     with tempfile.NamedTemporaryFile() as store:
 
-        def run(rank):
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{store.name}",
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=timeout),
-            )
-            try:
-                result = function(rank)
-            except Exception as error:
-                result = error
-            pipes[rank][1].send(result)
+        def connect_and_call(rank):
+            place, limit = f"file://{store.name}", timedelta(seconds=60)
+            dist.init_process_group("gloo", place, limit, world_size, rank)
+            return function(rank)
 
-        for process in [fork(run, rank) for rank in range(world_size)]:
-            ended(process)
-    return [receive.recv() if receive.poll() else None for receive, _ in pipes]
+        return on_ranks(connect_and_call, world_size)

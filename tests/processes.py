@@ -104,13 +104,17 @@ class Training:
     def __init__(self, data_dir, folder):
         self.data_dir, self.folder = data_dir, folder
 
+    def arguments(self, technique, *flags):
+        """Return the name of a script and its flags."""
+        own = ["--data-dir", self.data_dir, "--run-dir", self.folder, "--threads", 1]
+        return [f"train_{technique}.py", *map(str, [*own, *flags])]
+
     def command(self, technique, *flags, ranks=2, launcher=()):
         """Return the command of a script, for ddp with a standalone torchrun and its flags."""
-        script = f"train_{technique}.py"
-        own = ["--data-dir", self.data_dir, "--run-dir", self.folder, "--threads", 1, *flags]
+        arguments = self.arguments(technique, *flags)
         if technique != "ddp":
-            return [sys.executable, script, *own]
-        command = torchrun(ranks, script, *own)
+            return [sys.executable, *arguments]
+        command = torchrun(ranks, *arguments)
         return [*command[:3], *launcher, *command[3:]]
 
     def start(self, technique, *flags, ranks=2, launcher=(), **environment):
@@ -141,13 +145,12 @@ class Training:
         path = self.folder / "checkpoints" / "last.pt"
         return torch.load(path, map_location="cpu", weights_only=True)
 
-    def start_rank(self, rank, world_size, port, *flags, **environment):
+    def start_rank(self, rank, world_size, port, *flags):
         """Start one rank, as a launcher would that is not PyTorch's."""
-        command = self.command("ddp", *flags)
-        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        script = command[command.index("train_ddp.py") :]
-        return start(sys.executable, *script, **variables | environment)
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        variables = {name: str(value) for name, value in variables.items()}
+        return start(sys.executable, *self.arguments("ddp", *flags), **variables)
 
 
 def wait_until(condition, process=None, seconds=90):
@@ -157,20 +160,6 @@ def wait_until(condition, process=None, seconds=90):
         assert process is None or process.poll() is None, finish(process).text
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.05)
-
-
-def rank_pids():
-    """Return the process id of each rank that a test has started."""
-    mark, found = f"MNIST_TEST={os.getpid()}", {}
-    for folder in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)):
-        try:
-            variables = (folder / "environ").read_text().split("\0")
-            ranks = [value[5:] for value in variables if value.startswith("RANK=")]
-            if mark in variables and ranks and (folder / "cmdline").read_text():
-                found.setdefault(int(ranks[0]), int(folder.name))  # loader workers have later ids
-        except (OSError, ValueError):
-            continue
-    return found
 
 
 def free_port():
@@ -192,3 +181,8 @@ def distance(one, other):
     """Return the largest difference between two state dicts."""
     assert one.keys() == other.keys()
     return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def recorded(folder, rank=0, attempt=0):
+    """Return what a rank saw in each forward, as tests.user_code writes it into ``folder``."""
+    return [json.loads(line) for line in (folder / f"{rank}-{attempt}").open()]

@@ -92,7 +92,7 @@ def test_a_folder_that_can_only_be_read_is_enough(digits_dir):
     with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are closed to others
         shutil.copytree(digits_dir / "MNIST", Path(folder, "MNIST"))
         os.chmod(folder, 0o555)
-        assert ended(fork(load)) == 0
+        assert ended(fork(load)) == [0]
         os.chmod(folder, 0o755)
         assert os.listdir(folder) == ["MNIST"]
 
@@ -108,7 +108,7 @@ def test_of_processes_that_start_at_once_one_draws(tmp_path, monkeypatch):
 
     monkeypatch.setattr(digits, "draw_digits", draw)
     processes = [fork(lambda: data.load("synthetic", str(tmp_path / "data"))) for _ in range(4)]
-    assert [ended(process) for process in processes] == [0] * 4
+    assert ended(*processes) == [0] * 4
     assert drawn.read_text().split() == ["60000", "10000"]
 
 

@@ -2,12 +2,11 @@
 
 import os
 import re
-import sys
 
 import pytest
 import torch
 
-from tests.processes import Training, distance, run, said_by_ranks
+from tests.processes import Training, distance, recorded, run, said_by_ranks, torchrun
 
 # A step of the fused SGD in float64, so that no rounding shows.
 EXACT = ["--model", "tests.user_code:double_network", "--no-augment", "--lr", 0.1, "--momentum", 0]
@@ -16,8 +15,9 @@ SHORT = ["--model", "convnet", "--max-steps", 12, "--warmup-epochs", 0, "--no-te
 LEGACY = ["--backend", "cpu:gloo,cuda:nccl-legacy"]
 IS_PRETENDED = "libpretend" in os.environ.get("LD_PRELOAD", "")
 
+pytestmark = pytest.mark.gpu(2)
 
-@pytest.mark.gpu(2)
+
 def test_every_technique_computes_what_a_cpu_does(digits_dir, tmp_path):
     """DP on two GPUs, and DDP with both classes that PyTorch has for NCCL."""
     weights = {}
@@ -38,7 +38,6 @@ def test_every_technique_computes_what_a_cpu_does(digits_dir, tmp_path):
         assert distance(weights["cpu"], weights[name]) < 1e-10, name
 
 
-@pytest.mark.gpu(2)
 @pytest.mark.parametrize("backend", [[], LEGACY], ids=["default", "legacy"])
 def test_sync_bn_normalises_over_the_batch_of_both(backend, digits_dir, tmp_path):
     """The running statistics included, which are in the state."""
@@ -56,7 +55,11 @@ def test_sync_bn_normalises_over_the_batch_of_both(backend, digits_dir, tmp_path
     assert distance(single, sync) < 1e-9 < 1e-4 < distance(single, own)
 
 
-@pytest.mark.gpu(2)
+def seen_by_both(technique, folder):
+    """Return what was recorded. The replicas of DP write into the same file."""
+    return [x for rank in range(2 if technique == "ddp" else 1) for x in recorded(folder, rank)]
+
+
 @pytest.mark.parametrize("technique", ["dp", "ddp"])
 @pytest.mark.parametrize(("amp", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16")])
 def test_mixed_precision_with_clipping(technique, amp, dtype, training):
@@ -70,23 +73,21 @@ def test_mixed_precision_with_clipping(technique, amp, dtype, training):
     moved = [after[f"inner.1.{name}"] - before[name] for name in before]
     length = torch.cat([part.flatten() for part in moved]).norm()
     assert float(length) == pytest.approx(0.1 * 1.9 * 0.01, rel=0.05)
-    assert (folder / "dtypes").read_text().split() == [f"torch.{dtype}"] * 2
+    assert [seen["dtype"] for seen in seen_by_both(technique, folder)] == [f"torch.{dtype}"] * 2
     assert ("scale" in training.checkpoint["scaler"]) == (amp == "fp16")
 
 
-@pytest.mark.gpu(2)
 @pytest.mark.parametrize("technique", ["dp", "ddp"])
 def test_two_gpus_draw_different_dropout(technique, training):
     folder = training.folder.parent
     flags = ["--model", "tests.user_code:dropout_network", "--max-steps", 4]
     training.succeed(technique, *SHORT, *flags, RECORD=str(folder))
     # Pretended GPUs draw from the CPU's generator, so the masks alone would not show equal seeds.
-    for name in ("masks", "seeds"):
-        found = (folder / name).read_text().split()
+    for name in ("mask", "seed"):
+        found = [seen[name] for seen in seen_by_both(technique, folder)]
         assert len(found) == len({*found}) == 8, name
 
 
-@pytest.mark.gpu(2)
 def test_the_gpus_that_a_user_chooses(training):
     """A GPU that is not there is one line, and so is a second rank on one GPU."""
     training.succeed("single", *SHORT, CUDA_VISIBLE_DEVICES="1")
@@ -104,7 +105,6 @@ def test_the_gpus_that_a_user_chooses(training):
     training.succeed("ddp", *SHORT, "--backend", "gloo", CUDA_VISIBLE_DEVICES="1")
 
 
-@pytest.mark.gpu(2)
 @pytest.mark.parametrize("backend", [[], LEGACY], ids=["default", "legacy"])
 def test_a_rank_that_is_killed_ends_the_job(backend, training):
     flags = ["--model", "tests.user_code:network", "--epochs", 99, "--save-every-steps", 2]
@@ -139,14 +139,12 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.gpu(2)
 @pytest.mark.skipif(not IS_PRETENDED, reason="needs pretended GPUs, which print waits")
 @pytest.mark.parametrize(("backend", "waits"), [("nccl", True), ("nccl-legacy", False)])
 def test_gradients_travel_while_the_backward_computes(backend, waits, tmp_path):
     """With the default class of torch 2.15, the compute stream waits for each bucket."""
     (tmp_path / "overlap.py").write_text(OVERLAP)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-    ended = run(*command, 2, tmp_path / "overlap.py", backend)
+    ended = run(*torchrun(2, tmp_path / "overlap.py", backend))
     assert ended.status == 0, ended.text
     told = re.findall(r"^(NCCL|WAIT stream \(nil\))", ended.stderr, re.MULTILINE)
     sends = [index for index, line in enumerate(told) if line == "NCCL"]

@@ -2,13 +2,14 @@
 
 import itertools
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, run, succeed
+from tests.processes import ROOT, finish, run, start, succeed, wait_until
 
 SCRIPTS = ROOT / "scripts"
 
@@ -79,6 +80,42 @@ def test_run_ssh_starts_every_host_and_stops_all_if_one_fails(tmp_path):
     node = "NNODES=2 HOST0=good NODE_RANK={} scripts/run_torchrun.sh --lr 1\\ 2"
     assert f"[me@good] me@good gets cd {ROOT} && env {node.format(0)}" in ended.stdout
     assert node.format(1) in ended.stdout
+
+
+SRUN = """
+echo "srun $*"
+trap 'exit 3' USR1
+touch started
+while [[ $* == *--endless* ]]; do sleep 0.1; done
+"""
+SCONTROL = 'if [[ $1 == show ]]; then printf "node7\\nnode8\\n"; else echo "scontrol $*"; fi'
+
+
+def test_a_job_of_slurm_is_queued_again_after_its_time_limit(tmp_path):
+    """With commands that only pretend. Slurm sends USR1 when 90 seconds are left."""
+    path = fake(tmp_path / "fakes", "srun", SRUN)
+    fake(tmp_path / "fakes", "scontrol", SCONTROL)
+    job = {"SLURM_JOB_ID": "10123", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[7-8]"}
+    command = ["env", f"PATH={path}", SCRIPTS / "slurm.sbatch", "--lr", "0.2"]
+    words = succeed(*command, cwd=tmp_path, **job).stdout.split()
+    assert "scontrol" not in words, "nothing stopped it"
+    given = dict(itertools.pairwise(words))
+    assert (given["--nnodes"], given["--rdzv_endpoint"]) == ("2", "node7:20123")
+    assert (given["--run-dir"], given["--lr"]) == ("runs/slurm-10123", "0.2")
+    assert "--resume" in words
+
+    def stop():
+        (tmp_path / "started").unlink()
+        process = start(*command, "--endless", cwd=tmp_path, **job)
+        wait_until((tmp_path / "started").exists, process)
+        process.send_signal(signal.SIGUSR1)
+        return finish(process)
+
+    ended = stop()
+    assert (ended.status, ended.stdout.splitlines()[-1]) == (3, "scontrol requeue 10123")
+    (tmp_path / "runs" / "slurm-10123").mkdir(parents=True)
+    (tmp_path / "runs" / "slurm-10123" / "summary.json").touch()
+    assert "requeue" not in stop().stdout, "the run is complete"
 
 
 QUICKSTART = """

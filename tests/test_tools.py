@@ -49,6 +49,7 @@ def test_a_rank_without_a_gpu_among_others_is_an_error():
     assert not any(line.startswith("error") for line in doctor.examine([without, without]))
 
 
+@pytest.mark.slow
 def test_the_doctor_names_who_is_missing_and_who_came_twice():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])

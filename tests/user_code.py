@@ -2,9 +2,10 @@
 
 FAULT, such as ``1:7:SIGKILL``, is what happens to a rank in the forward with this number of its
 training, in the first attempt of the job. RECORD names a folder in which every rank writes what it
-saw in each forward of its training.
+saw in each forward of its training, and which rank has saved.
 """
 
+import atexit
 import json
 import os
 import signal
@@ -17,13 +18,19 @@ from torch.utils.data import Dataset, TensorDataset
 import data
 import models
 
-RANK = os.environ.get("RANK", "0")
-ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+def rank():
+    return os.environ.get("RANK", "0")
+
+
+def attempt():
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def append(name, line):
-    with open(f"{os.environ['RECORD']}/{name}", "a") as file:
-        file.write(f"{line}\n")
+    if "RECORD" in os.environ:
+        with open(f"{os.environ['RECORD']}/{name}", "a") as file:
+            file.write(f"{line}\n")
 
 
 class Network(nn.Module):
@@ -33,42 +40,38 @@ class Network(nn.Module):
         super().__init__()
         self.inner, self.dropout = models.MODELS[name](), nn.Dropout(dropout)
         self.forwards = 0
+        atexit.register(append, "exit_handlers", rank())
 
     def forward(self, images):
+        mask = self.dropout(torch.ones(1, 64, device=images.device))
+        outputs = self.inner(self.dropout(images))
         if self.training:
             self.forwards += 1
-            self.record(images)
+            weight = next(self.parameters(), None)  # a copy of DataParallel's has no parameters
+            gradient = None if weight is None else weight.grad
+            seen = {
+                "places": images.flatten(1).argmax(1).tolist(),
+                "mask": "".join("01"[int(x > 0)] for x in mask[0]),
+                "seed": (torch.cuda if images.is_cuda else torch).initial_seed(),
+                "dtype": str(outputs.dtype),
+                "gradient": None if gradient is None else float(gradient.abs().sum()),
+            }
+            append(f"{rank()}-{attempt()}", json.dumps(seen))
             self.fail()
-        kept = self.dropout(torch.ones(1, 64, device=images.device))
-        outputs = self.inner(self.dropout(images))
-        if self.training and "RECORD" in os.environ:
-            append("masks", "".join("01"[int(x > 0)] for x in kept[0]))
-            append("dtypes", outputs.dtype)
-            append("seeds", torch.cuda.initial_seed() if images.is_cuda else torch.initial_seed())
         return outputs
 
-    def record(self, images):
-        if "RECORD" not in os.environ:
-            return
-        with torch.random.fork_rng(devices=[]):
-            mask = torch.rand(4).tolist()
-        weight = next(self.parameters(), None)  # a copy of DataParallel's has no parameters
-        gradient = None if weight is None else weight.grad
-        seen = {
-            "places": images.flatten(1).argmax(1).tolist(),
-            "random": mask,
-            "gradient": None if gradient is None else float(gradient.abs().sum()),
-        }
-        append(f"{RANK}-{ATTEMPT}", json.dumps(seen))
-
     def fail(self):
-        rank, number, fault = os.environ.get("FAULT", "::").split(":")
-        if (rank, number, ATTEMPT) != (RANK, str(self.forwards), "0"):
+        failing, number, fault = os.environ.get("FAULT", "::").split(":")
+        if (failing, number, attempt()) != (rank(), str(self.forwards), "0"):
             return
         if fault.startswith("SIG"):
             os.kill(os.getpid(), getattr(signal, fault))
         else:
             raise ArithmeticError(fault)
+
+    def state_dict(self, *args, **kwargs):
+        append("saved_by", rank())
+        return super().state_dict(*args, **kwargs)
 
 
 def network():
@@ -94,14 +97,12 @@ def linear_network():
     return Network("linear")
 
 
-def digits(data_dir):
-    return data.load("mnist", data_dir)
+class Partial(Network):
+    """A part of the network is not used."""
 
-
-def float_digits(data_dir):
-    """As other data sets are: float images, which the loader collates."""
-    sets = digits(data_dir)
-    return [TensorDataset(x.tensors[0][:, None] / 255, x.tensors[1]) for x in sets]
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(3, 3)
 
 
 def dots(data_dir):
@@ -112,26 +113,11 @@ def dots(data_dir):
     return whole, whole
 
 
-def partly_labelled(data_dir):
-    """Every seventh sample has the label that is ignored."""
-    for each in (sets := digits(data_dir)):
-        each.tensors[1][::7] = -100
-    return sets
-
-
 def other_labels(data_dir):
     """Rank 1 numbers the classes in another way."""
-    for each in (sets := digits(data_dir)):
-        each.tensors = (each.tensors[0], (each.tensors[1] + int(RANK)) % 10)
+    for each in (sets := data.load("mnist", data_dir)):
+        each.tensors = (each.tensors[0], (each.tensors[1] + int(rank())) % 10)
     return sets
-
-
-class Partial(Network):
-    """A part of the network is not used."""
-
-    def __init__(self):
-        super().__init__()
-        self.other = nn.Linear(3, 3)
 
 
 class Slow(Dataset):
@@ -149,19 +135,3 @@ class Slow(Dataset):
 
 def slow(data_dir):
     return Slow(), Slow()
-
-
-class Broken(Dataset):
-    """A data set with a mistake in one sample."""
-
-    def __len__(self):
-        return 100
-
-    def __getitem__(self, index):
-        if index == 43:  # no sample that the ranks compare before they train
-            raise KeyError("no image 43")
-        return torch.rand(1, 28, 28), index % 10
-
-
-def broken(data_dir):
-    return Broken(), Broken()
