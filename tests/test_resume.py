@@ -36,9 +36,8 @@ def test_a_restart_by_torchrun_repeats_what_was_lost(train, training, record):
     calm = train("calm", *NOISY, script="ddp", ranks=2).summary
     killed_record = record("killed")
     restarts = {"launcher": ["--max-restarts", 1], "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    ended = training.succeed("ddp", *NOISY, **restarts, FAULT="1:16:SIGKILL", timeout=200)
+    training.succeed("ddp", *NOISY, **restarts, FAULT="1:16:SIGKILL", timeout=200)
     killed = training.summary
-    assert "failed (exitcode: -9) local_rank: 1" in ended.stderr, "torchrun's report"
     assert killed["weights_sha256"] == calm["weights_sha256"]
     assert (calm["resumed_from"], killed["resumed_from"]) == (None, 6)
     assert killed["test_loss"] == calm["test_loss"]
