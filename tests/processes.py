@@ -145,12 +145,12 @@ class Training:
         path = self.folder / "checkpoints" / "last.pt"
         return torch.load(path, map_location="cpu", weights_only=True)
 
-    def start_rank(self, rank, world_size, port, *flags):
+    def start_rank(self, rank, world_size, port, *flags, **environment):
         """Start one rank, as a launcher would that is not PyTorch's."""
         variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         variables = {name: str(value) for name, value in variables.items()}
-        return start(sys.executable, *self.arguments("ddp", *flags), **variables)
+        return start(sys.executable, *self.arguments("ddp", *flags), **variables | environment)
 
 
 def wait_until(condition, process=None, seconds=90):

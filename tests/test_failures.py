@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tests.processes import run, said_by_ranks
+from tests.processes import finish, free_port, run, said_by_ranks
 from utils.errors import UsageError, UserError
 
 LONG = ["--model", "tests.user_code:network", "--epochs", 9999, "--save-every-steps", 2]
@@ -45,6 +45,21 @@ def test_a_rank_that_is_killed_ends_the_job(training):
     assert line.startswith("train_ddp.py: error: rank 0: ")
     assert BROKE in line
     assert "Signal 9 (SIGKILL) received by PID" in ended.stderr
+    assert training.checkpoint["position"]["step"] == 6
+
+
+@pytest.mark.slow
+def test_a_rank_that_stalls_ends_the_others_after_the_timeout(training):
+    port, flags = free_port(), [*LONG, "--timeout", 6]
+    waiting, stalled = (
+        training.start_rank(rank, 2, port, *flags, FAULT="1:8:SIGSTOP") for rank in (0, 1)
+    )
+    ended = finish(waiting)
+    stalled.kill()
+    stalled.communicate()
+    (line,) = said_by_ranks(ended)
+    assert ended.status == 1
+    assert BROKE in line
     assert training.checkpoint["position"]["step"] == 6
 
 

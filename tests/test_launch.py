@@ -8,7 +8,7 @@ import pytest
 from tests.processes import finish, free_port, run, said_by_ranks
 
 FEW = ["--model", "linear", "--max-steps", 3, "--no-tensorboard"]
-STATIC = ["--nnodes", 1, "--node_rank", 0, "--master_addr", "127.0.0.1", "--master_port"]
+STATIC = ["--nnodes", 1, "--node_rank", 0, "--master_addr", "127.0.0.1"]
 C10D = ["--nnodes", "1:2", "--rdzv_backend", "c10d", "--rdzv_conf", "last_call_timeout=1"]
 
 pytestmark = pytest.mark.slow
@@ -21,15 +21,22 @@ def error_line(ended):
     return line
 
 
-@pytest.mark.parametrize("launcher", ["launch", "elastic"])
-def test_other_launchers_of_pytorch(launcher, training):
-    """The first one passes --local-rank to the script."""
-    if launcher == "launch":
-        words = ["torch.distributed.launch", *STATIC, free_port()]
-    else:
-        words = ["torch.distributed.run", *C10D, "--rdzv_endpoint", f"127.0.0.1:{free_port()}"]
-    arguments = training.arguments("ddp", *FEW)
-    ended = run(sys.executable, "-m", *words, "--nproc_per_node", 2, *arguments)
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("launch", STATIC),  # passes --local-rank to the script
+        ("launch", [*STATIC, "--use_env"]),
+        ("run", STATIC),
+        ("run", C10D),
+    ],
+    ids=["launch", "launch --use_env", "static", "elastic"],
+)
+def test_other_launchers_of_pytorch(module, words, training):
+    port = ["--master_port", free_port()]
+    if words is C10D:
+        port = ["--rdzv_endpoint", f"127.0.0.1:{free_port()}"]
+    launcher = [sys.executable, "-m", f"torch.distributed.{module}", *words, *port]
+    ended = run(*launcher, "--nproc_per_node", 2, *training.arguments("ddp", *FEW))
     assert ended.status == 0, ended.text
     assert training.summary["world_size"] == 2
 
