@@ -131,7 +131,7 @@ def main() -> None:
 
     # STOP: only remember the signal, so that it never interrupts a step or a save.
     signals: list[int] = []
-    for each in (signal.SIGTERM, signal.SIGINT):
+    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(each, lambda number, frame: signals.append(number))
     # RESUME: begin with the epoch that was interrupted.
     for epoch in range(first_epoch, args.epochs):
