@@ -154,3 +154,8 @@ print([old for old, new in zip(before, state()) if new != old])
 def test_importing_a_module_changes_nothing():
     """So that a notebook or a tool which imports one keeps its Ctrl-C, for example."""
     assert succeed(sys.executable, "-c", UNCHANGED, *MODULES).text == "[]\n"
+
+
+def test_no_file_of_tests_is_empty():
+    for path in (ROOT / "tests").glob("test_*.py"):
+        assert re.search(r"^def test_", path.read_text(), re.M), path
