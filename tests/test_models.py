@@ -38,6 +38,19 @@ def test_a_model_of_your_own_is_named_with_its_module():
         models.build("convent")
 
 
+@pytest.mark.parametrize(
+    ("flag", "name", "line"),
+    [
+        ("--model", "torch.nn:Linear", "missing a required .*'in_features'.* with 0 argument"),
+        ("--dataset", "os:rename", "missing a required .*'dst'.* with 1 argument.s.: give any"),
+        ("--dataset", "os:getcwd", "too many positional arguments: it is called with 1 argument"),
+    ],
+)
+def test_a_callable_with_other_arguments_is_one_line(flag, name, line, train):
+    with pytest.raises(UsageError, match=f"{flag} {name}: TypeError: {line}"):
+        train("run", flag, name)
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_labels_of_minus_100_count_nowhere(smoothing):
     outputs = torch.randn(6, 10, requires_grad=True)
