@@ -123,6 +123,16 @@ def test_digits_are_drawn_the_same_each_time():
     assert float((images / 255).std()) == pytest.approx(std, abs=0.005)
 
 
+def untested(data_dir):
+    return data.load("mnist", data_dir)[0], []
+
+
+def test_an_empty_test_set_is_refused(train):
+    name = "tests.test_data:untested"
+    with pytest.raises(UsageError, match=f"--dataset {name}: the test set is empty: give it"):
+        train("run", "--dataset", name)
+
+
 def test_bytes_become_normalised_floats():
     images = torch.arange(2 * 28 * 28).remainder(256).byte().view(2, 28, 28)
     transform = data.Transform("mnist", CPU)
