@@ -77,7 +77,6 @@ def train(digits_dir, tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "argv", training.arguments(script, *flags))
         parse_args = importlib.import_module("utils.cli").parse_args
         script_train = importlib.import_module(f"train_{script}").train
-        importlib.import_module("torch._dynamo")  # by DDP, which would need seconds on each rank
         stops = helpers.on_ranks(lambda rank: script_train(parse_args(script, "")), ranks)
         for error in stops:
             if isinstance(error, Exception):

@@ -1,5 +1,6 @@
 """What the tests of single functions share: parsed flags, and functions in forked processes."""
 
+import importlib
 import multiprocessing
 import os
 import signal
@@ -55,6 +56,7 @@ def ended(*processes, timeout=90):
 
 def fork_ranks(function, world_size):
     """Start ``function(rank)`` for each rank, in processes with the variables of a launcher."""
+    importlib.import_module("torch._dynamo")  # by DDP, which would need seconds on each rank
     variables = {"WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
 
     def run(rank):

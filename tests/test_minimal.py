@@ -17,7 +17,7 @@ from torchvision.datasets import MNIST
 from torchvision.transforms import ToTensor
 
 from tests.helpers import ended, fork_ranks
-from tests.processes import ROOT, succeed, torchrun
+from tests.processes import ROOT, succeed, torchrun, without_gloo
 from tests.test_scripts import changes, code_lines
 
 FOLDER = ROOT / "scripts" / "minimal"
@@ -229,7 +229,7 @@ def resume(alone, tmp_path, monkeypatch, capfd):
 
         capfd.readouterr()
         statuses = ended(*fork_ranks(execute, world_size))
-        return statuses, capfd.readouterr().out
+        return statuses, without_gloo(capfd.readouterr().out)
 
     return run
 
