@@ -15,14 +15,15 @@ SLOW += ["--no-tensorboard", "--save-every-steps", 1]
 STOPPING = "stopping after this step; a second Ctrl-C ends at once"
 
 
-def begin(training, technique, *flags, sign="metrics.jsonl", **more):
-    """Start a run and wait for a file of it, by default for the first epoch's evaluation.
+def begin(training, technique, *flags, **more):
+    """Start a run and wait for its third epoch.
 
-    After that all loader workers are running. A signal in the first moments of a worker, before it
-    has left the group of its rank, would end it.
+    All loader workers are running then. A signal in the first moments of a worker, before it has
+    left the group of its rank, would reach it.
     """
     process = training.start(technique, *flags, **more)
-    wait_until((training.folder / sign).exists, process)
+    rows = training.folder / "metrics.jsonl"
+    wait_until(lambda: rows.exists() and len(training.rows) > 2, process)
     return process
 
 
@@ -81,7 +82,8 @@ def test_ctrl_c_stops_a_script(training):
 @pytest.mark.slow
 def test_ranks_agree_in_each_step_if_steps_are_long(training):
     """A step takes 0.8 s or more, nearly all of it for loading data."""
-    process = begin(training, "ddp", *SLOW, sign="checkpoints/last.pt", SLOW="0.2")
+    process = training.start("ddp", *SLOW, SLOW="0.2")
+    wait_until((training.folder / "checkpoints" / "last.pt").exists, process)
     step = training.checkpoint["position"]["step"]
     process.terminate()
     assert check_stopped(training, finish(process)) <= step + 3
