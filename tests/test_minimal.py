@@ -117,6 +117,15 @@ def test_three_ranks_evaluate_the_saved_model_exactly(name, alone, digits_dir, t
     assert name == "ddp" or "rank 0 holds" in ended.stdout
 
 
+@pytest.mark.slow
+def test_the_first_epoch_reaches_98_percent(alone, mnist_dir, tmp_path):
+    command = torchrun(2, alone("ddp"), "--data-dir", mnist_dir)
+    ended = succeed(*command, cwd=tmp_path / "alone", timeout=200)
+    ((*_, accuracy, count),) = EPOCH.findall(ended.stdout)
+    assert count == "10000"
+    assert float(accuracy) >= 98
+
+
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("name", ["dp", "ddp", "fsdp"])
 def test_two_gpus_train(name, alone, digits_dir, tmp_path):
