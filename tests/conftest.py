@@ -4,6 +4,7 @@ import functools
 import importlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,10 @@ sys.path.insert(0, str(ROOT))
 GPUS = os.environ.setdefault("MNIST_TEST_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: tests compare bits
+# Tests send these. In a job in the background, or under nohup, the tests inherit that they are
+# ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 from tests import helpers, processes  # noqa: E402
 
