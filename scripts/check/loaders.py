@@ -36,6 +36,7 @@ _open: list["Pass"] = []
 _datasets: defaultdict[str, dict[int, Any]] = defaultdict(dict)  # by the lines of their loaders
 _contents: dict[int, list[int]] = {}  # by the id of the data set
 _counts: Counter[str] = Counter()  # number of passes, by the key of the loader
+_epochs: Counter[str] = Counter()  # number of passes that trained, by the key of the loader
 _former: dict[str, "Pass"] = {}  # the training pass before, by the key of the loader
 
 
@@ -179,7 +180,8 @@ class Pass:
             return
         names = ("begun", "number", "complete", "length", "content", "indices", "samples", "reads")
         facts = self.facts | {name: getattr(self, name) for name in (*names, "buffers")}
-        facts |= {"use": "training" if self.trained else "evaluation", "epoch": self.number + 1}
+        facts |= {"use": "training" if self.trained else "evaluation"}
+        facts["epoch"] = _epochs[self.key] if self.trained else self.number + 1
         facts["divided"] = 0 < self.rows < self.fetched
         record.tell("pass", **facts)
         if not self.trained:
@@ -210,8 +212,10 @@ def forward_begins(grads: bool, mode: bool | None) -> bool:
 
 def backward_begins() -> None:
     for item in latest:
-        if item.number >= 2 and not item.trained:
-            record.leave("cut", message="what follows after two epochs: the check ended there")
+        if not item.trained:
+            if _epochs[item.key] == 2:
+                record.leave("cut", message="what follows after two epochs: the check ended there")
+            _epochs[item.key] += 1
         item.trained = True
 
 

@@ -358,7 +358,7 @@ def evaluation(report: Facts) -> Found:
     """Find evaluations of which each rank makes a share, and results that are not of the whole."""
     for items in _passes(report, "evaluation"):
         counts = [len(item["samples"]) for item in items]
-        is_shared = len({str(item["samples"]) for item in items}) > 1
+        is_shared = len({str(sorted(item["samples"])) for item in items}) > 1
         combined = _combined(report, items[0], items[0]["begun"])
         if items[0]["pads"]:
             level = "WARN" if combined and is_shared else "NOTE"
