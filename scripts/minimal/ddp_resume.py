@@ -62,8 +62,7 @@ def main() -> None:
             # tensors would be loaded to the GPU from which they were saved.
             checkpoint[0] = torch.load("checkpoint.pt", map_location="cpu", weights_only=True)
         except Exception as error:
-            reason = type(error).__name__
-            parser.exit(1, f"checkpoint.pt is damaged ({reason}): mv previous.pt checkpoint.pt\n")
+            parser.exit(1, f"damaged checkpoint.pt, {error!r:.30}: mv previous.pt checkpoint.pt\n")
     # DDP: each process uses a GPU of its own. It is GPU 0 if the process sees one GPU only.
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
@@ -156,8 +155,9 @@ def main() -> None:
             optimizer.zero_grad()
             seen += global_batch_size
             # STOP: all ranks must leave the loop after the same step, or some would wait for ranks
-            # that have left. So every ten steps they add up how many signals they have received.
-            if step % 10 == 0:
+            # that have left. So every ten steps, and in the last one of an epoch, they add up how
+            # many signals they have received.
+            if step % 10 == 0 or step == len(train_loader):
                 stop = torch.tensor(len(signals))
                 dist.all_reduce(stop)
             # RESUME: a run that is killed goes on from here.
@@ -195,6 +195,8 @@ def main() -> None:
             torch.save(model.module.state_dict(), "model.pt")
             # RESUME: this is the last thing, because a complete epoch is not repeated.
             save_checkpoint(epoch + 1, 0)
+    # STOP: wait for rank 0, which may still be saving, or a launcher may end it with the others.
+    dist.barrier()
     # DDP: not in a `finally`. After an error on one rank, this call could wait for the others.
     dist.destroy_process_group()
     # DDP: gloo's threads still run when Python ends, and abort about one process in a hundred
