@@ -141,20 +141,24 @@ def test_bytes_become_normalised_floats():
     assert floats.shape == (2, 1, 28, 28)
     assert labels.tolist() == [3, 4]
     assert torch.allclose(data.Transform("my:load", CPU)([images, labels])[0][:, 0], images / 255)
+    colours = images.view(2, 7, 4, 28)  # seven channels
+    assert torch.allclose(
+        transform([colours, labels], augment=False)[0].view(2, 28, 28), floats[:, 0]
+    )
     kept = torch.randn(2, 3, 4, 5)
     assert transform([kept, labels], augment=True)[0] is kept, "floats are left as they are"
 
 
 def test_a_shift_moves_each_image_by_up_to_a_pixel():
-    images = torch.randint(1, 256, (300, 4, 6), dtype=torch.uint8)
+    images = torch.randint(1, 256, (300, 3, 4, 6), dtype=torch.uint8)
     torch.manual_seed(0)
     shifted = data.random_shift(images)
     torch.manual_seed(0)
     assert torch.equal(data.random_shift(images), shifted)
     assert not torch.equal(data.random_shift(images), shifted)
     padded = F.pad(images, (1, 1, 1, 1))
-    windows = torch.stack([padded[:, y : y + 4, x : x + 6] for y in range(3) for x in range(3)])
-    is_here = (windows == shifted).flatten(2).all(2)
+    windows = [padded[..., y : y + 4, x : x + 6] for y in range(3) for x in range(3)]
+    is_here = (torch.stack(windows) == shifted).flatten(2).all(2)
     assert is_here.any(0).all(), "each image is one of its windows"
     assert is_here.any(1).all(), "all nine shifts are drawn"
     transform, batch = data.Transform("mnist", CPU), [images, torch.zeros(300)]
