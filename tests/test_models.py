@@ -38,19 +38,6 @@ def test_a_model_of_your_own_is_named_with_its_module():
         models.build("convent")
 
 
-@pytest.mark.parametrize(
-    ("flag", "name", "line"),
-    [
-        ("--model", "torch.nn:Linear", "missing a required .*'in_features'.* with 0 argument"),
-        ("--dataset", "os:rename", "missing a required .*'dst'.* with 1 argument.s.: give any"),
-        ("--dataset", "os:getcwd", "too many positional arguments: it is called with 1 argument"),
-    ],
-)
-def test_a_callable_with_other_arguments_is_one_line(flag, name, line, train):
-    with pytest.raises(UsageError, match=f"{flag} {name}: TypeError: {line}"):
-        train("run", flag, name)
-
-
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_labels_of_minus_100_count_nowhere(smoothing):
     outputs = torch.randn(6, 10, requires_grad=True)
@@ -96,5 +83,5 @@ def test_an_evaluation_is_exact_and_keeps_no_graph():
     assert not sums.requires_grad
     outputs = F.linear(images, model.weight, model.bias).detach()
     loss = F.cross_entropy(outputs, labels, reduction="sum")
-    torch.testing.assert_close(sums[0], loss)
+    torch.testing.assert_close(sums[0], loss.double())
     assert sums[1:].tolist() == [(outputs.argmax(1) == labels).sum(), 21]
