@@ -1,6 +1,7 @@
 """What the ranks compare before they train, and how a rank ends."""
 
 import atexit
+import os
 
 import pytest
 import torch
@@ -57,23 +58,27 @@ def test_another_torch_is_named(monkeypatch):
     assert "rank 1 has torch 2.1, rank 0 has 2.0" in str(in_group(check)[1])
 
 
-class Random(Dataset):
-    """A data set that draws random numbers for each sample, as an augmentation does."""
+class Opening(Dataset):
+    """A data set that opens its file with the first sample, as one for many workers should."""
+
+    opened_by = None
 
     def __len__(self):
         return 10_000
 
     def __getitem__(self, index):
+        self.opened_by = self.opened_by or os.getpid()
         return torch.rand(3), index
 
 
-def test_a_comparison_changes_no_random_numbers():
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_set_that_workers_read_is_not_opened_in_the_rank(workers):
     def check(rank):
-        state = torch.get_rng_state()
-        check_same(parse(technique="ddp"), Random())
-        return torch.equal(torch.get_rng_state(), state)
+        dataset = Opening()
+        check_same(parse("--num-workers", workers, technique="ddp"), dataset)
+        return dataset.opened_by == (None if workers else os.getpid())
 
-    assert in_group(check) == [True, True]
+    assert in_group(check, 1) == [True]
 
 
 def test_a_rank_ends_with_its_status_its_exit_handlers_and_its_files(tmp_path):
