@@ -17,7 +17,7 @@ from utils import checkpoint
 from utils.checkpoint import CheckpointError, DamagedFile, Position, weights_sha256
 from utils.errors import UserError
 
-ARGS = SimpleNamespace(model="linear", dataset="mnist", seed=0)
+ARGS = SimpleNamespace(model="linear", dataset="mnist", seed=0, momentum=0.9, weight_decay=5e-4)
 
 
 def parts_of(model=None, fp16=False, **more):
@@ -177,11 +177,11 @@ def test_a_pickle_with_code_is_refused_and_never_run(run, monkeypatch):
     assert run.last.exists(), "it is not damaged"
 
 
-def test_a_run_with_another_model_data_set_or_seed_is_refused(run):
-    for flag, was in vars(ARGS).items():
-        message = f"trained with --{flag} {was}, this command says 7"
+def test_a_run_with_another_model_data_set_seed_or_optimizer_is_refused(run):
+    for name, was in vars(ARGS).items():
+        message = f"trained with --{name.replace('_', '-')} {was}, this command says 7"
         with pytest.raises(CheckpointError, match=message):
-            checkpoint.read(run.folder, SimpleNamespace(**vars(ARGS) | {flag: "7"}))
+            checkpoint.read(run.folder, SimpleNamespace(**vars(ARGS) | {name: "7"}))
 
 
 def test_nothing_that_is_not_finite_is_saved(run):
