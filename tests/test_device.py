@@ -14,26 +14,24 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def offer(monkeypatch):
-    """Return a function that pretends an accelerator."""
+    """Return a function that pretends a number of GPUs."""
 
-    def pretend(kind, count):
-        accelerator = torch.accelerator
-        monkeypatch.setattr(accelerator, "is_available", lambda: count > 0)
-        monkeypatch.setattr(accelerator, "current_accelerator", lambda: torch.device(kind))
-        monkeypatch.setattr(accelerator, "device_count", lambda: count)
+    def pretend(count):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
     return pretend
 
 
 def test_a_cuda_build_without_a_gpu_uses_the_cpu(offer):
-    offer("cuda", 0)
+    offer(0)
     assert select_devices(parse()) == select_devices(parse("--device", "cpu")) == [CPU]
     with pytest.raises(UsageError, match=r"--device cuda: this machine .* offers cpu only"):
         select_devices(parse("--device", "cuda"))
 
 
 def test_gpus_are_chosen_by_their_numbers(offer):
-    offer("cuda", 3)
+    offer(3)
     zero, one, two = (torch.device("cuda", index) for index in range(3))
     assert select_devices(parse()) == [zero, one, two]
     assert select_devices(parse("--devices", "2,0", technique="dp")) == [two, zero]
@@ -43,12 +41,6 @@ def test_gpus_are_chosen_by_their_numbers(offer):
     args = parse("--threads", "1", technique="ddp")
     devices = [setup_device(args, local_rank=rank) for rank in range(4)]
     assert devices == [zero, one, two, zero], "one for each rank of a machine"
-
-
-def test_gloo_cannot_use_mps(offer):
-    offer("mps", 1)
-    assert select_devices(parse())[0].type == "mps"
-    assert select_devices(parse(technique="ddp")) == [CPU]
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,8 @@ def test_mixed_precision_with_clipping(technique, amp, dtype, training):
 @pytest.mark.parametrize("technique", ["dp", "ddp"])
 def test_two_gpus_draw_different_dropout(technique, training):
     folder = training.folder.parent
-    flags = ["--model", "tests.user_code:dropout_network", "--max-steps", 4]
-    training.succeed(technique, *SHORT, *flags, RECORD=str(folder))
+    flags = ["--model", "tests.user_code:dropout_network", "--max-steps", 2]
+    training.succeed(technique, *SHORT, *flags, "--grad-accum-steps", 2, RECORD=str(folder))
     # Pretended GPUs draw from the CPU's generator, so the masks alone would not show equal seeds.
     for name in ("mask", "seed"):
         found = [seen[name] for seen in seen_by_both(technique, folder)]

@@ -12,7 +12,7 @@ from tests.processes import finish, said_by_ranks, wait_until
 LONG = ["--model", "mlp", "--epochs", 9999, "--no-tensorboard", "--save-every-steps", 10]
 SLOW = ["--model", "mlp", "--dataset", "tests.user_code:slow", "--batch-size", 4]
 SLOW += ["--no-tensorboard", "--save-every-steps", 1]
-STOPPING = "stopping after this step; a second Ctrl-C ends at once"
+STOPPING = "stopping: this run will save and end"
 
 
 def begin(training, technique, *flags, **more):
