@@ -5,8 +5,8 @@
 #   docker run --gpus all --shm-size 1g -v "$PWD/runs:/project/runs" mnist-data-parallel
 #
 # For your own script, which lies in this folder:
-#   docker run --gpus all --shm-size 1g -v "$PWD:/mine" mnist-data-parallel \
-#       torchrun --standalone --nproc_per_node gpu /mine/my_script.py
+#   docker run --gpus all --shm-size 1g -v "$PWD:/mine" -w /mine mnist-data-parallel \
+#       torchrun --standalone --nproc_per_node gpu my_script.py
 #
 # Loader workers and NCCL use /dev/shm, of which a container has 64 MB by default. An old driver or
 # GPU needs another build of torch, such as

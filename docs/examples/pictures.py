@@ -4,7 +4,7 @@ Each class has a folder, for example pictures/bird/ and pictures/cat/. A fifth o
 chooses the best weights.
 
     torchrun --standalone --nproc_per_node 2 docs/examples/pictures.py --data-dir pictures
-    torchrun --standalone --nproc_per_node 2 docs/examples/pictures.py --resume   # goes on
+    torchrun --standalone --nproc_per_node 2 docs/examples/pictures.py --resume   # same --epochs
 
 It needs torch and torchvision, and for --wandb also wandb. It saves last.pt, to resume after a
 whole epoch, and best.pt, the averaged weights of the best epoch, in the current folder.
@@ -68,6 +68,10 @@ def main() -> None:
     train_loader = DataLoader(
         train_set, args.batch_size, sampler=sampler, drop_last=True, **options
     )
+    if rank == 0:
+        print(f"{len(plain.classes)} classes, {len(train_set)} images to train", flush=True)
+    if not len(train_loader):
+        raise SystemExit("fewer images than one step needs: lower --batch-size")
     share = range(rank, len(val_set), world_size)
     val_loader = DataLoader(val_set, 500, sampler=share, **options)
 
