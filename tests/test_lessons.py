@@ -28,6 +28,11 @@ def test_lesson_ends_with_its_claim(path, tmp_path):
     assert lines[-1].startswith("Shown: ")
 
 
+@pytest.mark.gpu(1)
+def test_a_rank_is_forked_after_a_backward_on_a_machine_with_a_gpu(tmp_path):
+    assert "Shown: " in succeed(sys.executable, FOLDER / "01_one_step.py", cwd=tmp_path).stdout
+
+
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 def test_lesson_is_short_and_needs_torch_alone(path):
     assert len(code_lines(path.read_text())) <= (90 if path.stem in LONG else 55)

@@ -6,12 +6,14 @@ in the default of their device. That is float16 on GPUs, where float16 also need
 CPUs it is bfloat16, so this lesson asks for float16. DistributedDataParallel has no such threads.
 """
 
+import inspect
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import _lesson as lesson
 import torch
 from torch import Tensor
+from torch.nn.parallel import parallel_apply
 
 lesson.start(__doc__)
 
@@ -25,7 +27,7 @@ def forward_with_autocast() -> Tensor:
         return forward()
 
 
-def forward_after_hook() -> Tensor:
+def forward_with_dtype_set() -> Tensor:
     torch.set_autocast_dtype("cpu", torch.float16)  # as train_dp.py does before each forward
     return forward()
 
@@ -36,10 +38,12 @@ def replica(forward: Callable[[], Tensor]) -> torch.dtype:
         return forward().dtype
 
 
-forwards = (forward, forward_with_autocast, forward_after_hook)
+forwards = (forward, forward_with_autocast, forward_with_dtype_set)
 with ThreadPoolExecutor(1) as pool, torch.autocast("cpu", dtype=torch.float16):
     caller = forward().dtype
     broken, inside, hooked = (pool.submit(replica, each).result() for each in forwards)
+# So PyTorch does it: a version that passes on the dtype would need no cure.
+assert "autocast(device_type, enabled=autocast_enabled)" in inspect.getsource(parallel_apply)
 print('Under autocast("cpu", dtype=torch.float16):')
 print(f"  the calling thread computes in      {caller}")
 print(f"  a replica's thread computes in      {broken}")

@@ -43,7 +43,7 @@ with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
             [sys.executable, "-m", *command, script.name],
             env=environment,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
         for command in commands.values()
     ]
@@ -57,7 +57,7 @@ for title, output in zip(commands, outputs, strict=True):
     lines.append(sorted(line for line in output.splitlines() if "RANK=" in line))
     print(f"{title}:", *lines[-1], sep="\n  ")
 
-assert len(lines[0] + lines[1]) == 4
+assert len(lines[0] + lines[1]) == 4, outputs
 # rank = node_rank * nproc_per_node + local rank. node_rank is the number of the machine.
 for rank, line in enumerate(lines[0] + lines[1]):
     node_rank, local_rank = divmod(rank, NPROC_PER_NODE)

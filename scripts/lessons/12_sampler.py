@@ -47,4 +47,4 @@ said = lesson.error_of(lambda: DataLoader(dataset, sampler=alone, shuffle=True))
 print(f"shuffle=True beside a sampler: {said}")
 assert said == "ValueError: sampler option is mutually exclusive with shuffle"
 
-lesson.claim("each rank sees its own share, and only set_epoch(epoch) gives each epoch an order.")
+lesson.claim("each rank sees its own share, and set_epoch(epoch) gives each epoch its order.")

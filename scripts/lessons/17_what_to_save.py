@@ -64,8 +64,8 @@ for left_out in ("nothing", "optimizer", "scheduler", "epoch"):
     off[left_out] = (ended["model"]["weight"] - whole["model"]["weight"]).abs().max().item()
     print(f"without {left_out:10} rates {seen}, weights off by {off[left_out]:.4f}")
 assert off["nothing"] == 0
-# Without the optimizer the momentum is lost, and without the scheduler the rate begins again.
-# Without the epoch the first two are done twice.
+# Without the optimizer the momentum and the rate are lost. Without the scheduler the rate is right
+# once, and then that of epoch 1. Without the epoch the first two are done twice.
 assert min(off["optimizer"], off["scheduler"], off["epoch"]) > 1e-3
 
 lesson.claim("save raw_model, the optimizer, the scheduler and the epoch; resume at epoch + 1.")

@@ -74,10 +74,10 @@ assert joined[0][1] == joined[1][1]
 assert all(isinstance(text, str) for text in show(train, "Join, and metrics in every step", 2.0))
 assert [steps for steps, _ in show(train, "equal numbers")] == [3, 3]
 
-# By its own loss rank 0 stops after epoch 4, and rank 1's next backward would wait for it.
+# By its own loss rank 0 stops after epoch 4. A backward of rank 1 would then wait for it.
 assert show(stop_early, "its own loss") == [4, 7]
 # Cures: the maximum of the flags, or a loss that is the same on all ranks.
 assert show(stop_early, "one flag for all") == [4, 4]
 assert show(stop_early, "the mean loss") == [7, 7]
 
-lesson.claim("the others wait, fail, or add wrong numbers; all ranks need equally many steps.")
+lesson.claim("the others wait until the timeout, or fail; all ranks need equally many steps.")

@@ -3,6 +3,7 @@
 By default each rank normalises its share by its own statistics. SyncBatchNorm uses those of all
 ranks, so every layer waits for every rank, which is slower. It runs on GPUs only. So the second
 part imitates eight ranks in one process: a layer that normalises each share, or the whole batch.
+(Here all shares update the running statistics, whereas DDP keeps those of rank 0.)
 """
 
 from typing import Any

@@ -1,9 +1,9 @@
 """Which gradients does DDP never average, without a word?
 
-DDP averages what a forward of the wrapper prepares, for the parameters that had requires_grad when
-the model was wrapped. In every second case here the ranks go on with gradients of their own, and no
-error says so. Rank 0 then saves one of several models. Two forwards were asked
-about in pytorch/pytorch#62474.
+DDP averages the gradients of a backward whose forward went through the wrapper, for the parameters
+that had requires_grad when the model was wrapped. In the first, third and fifth case here the ranks
+go on with gradients of their own, and no error says so. Rank 0 then saves one of several models.
+Two forwards were asked about in pytorch/pytorch#62474.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """Two processes start a thread for every core: is their work done sooner?
 
-PyTorch starts as many threads as there are cores, in each process. torchrun sets OMP_NUM_THREADS=1
-if it is not set, which is safe and may be too few. The fair share is the machine's cores divided by
-its processes.
+PyTorch starts as many threads as there are cores, in each process. If torchrun starts several, it
+sets OMP_NUM_THREADS=1 where it is not set, which is safe and may be too few. The fair share is the
+machine's cores divided by its processes.
 """
 
 import os
@@ -35,17 +35,13 @@ def work(rank: int, world_size: int, counts: list[int]) -> list[float]:
 
 
 cores = len(os.sched_getaffinity(0))
-cases = {
-    "cores / processes": max(1, cores // WORLD_SIZE),
-    "all cores for each": cores,
-    "as 8 processes would be": 8 * cores // WORLD_SIZE,
-}
+cases = {"cores / processes": max(1, cores // WORLD_SIZE), "all cores for each": cores}
 print(f"{WORLD_SIZE} processes on {cores} cores")
 ranks = lesson.run(work, WORLD_SIZE, [*cases.values()])
 speeds = [sum(of_ranks) for of_ranks in zip(*ranks, strict=True)]
 for (name, threads), speed in zip(cases.items(), speeds, strict=True):
     print(f"  {name:24} {threads:3} threads each: {speed:9,.0f} images/s together")
 # Threads that wait for each other in vain cost more than they bring.
-assert speeds[0] > 1.2 * speeds[2]
+assert cores == 1 or speeds[0] > 1.2 * speeds[1]
 
-lesson.claim("too many threads slow all processes; give each process cores / processes of them.")
+lesson.claim("no, all become slower; give each process cores / processes threads.")

@@ -1,14 +1,15 @@
 """A model lies on two devices: does DDP average the gradients of both halves?
 
 A model that is too large for one GPU can be cut into halves (model parallelism), and each rank then
-has two GPUs: 2 * local rank and the next one. DDP accepts such a model without `device_ids`, and DP
-does not accept it. With four GPUs this lesson uses them. Otherwise both devices are the CPU: the
-calls are the same, and all weights are in one memory.
+has two GPUs: 2 * local rank and the next one. DDP accepts such a model without `device_ids`. DP
+wants all weights on its first GPU. With four GPUs this lesson uses them. Otherwise both devices are
+the CPU: the calls are the same, and all weights are in one memory.
 """
 
 import os
 from typing import Any
 
+os.environ["LESSON_GPUS"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3")  # not hidden here
 # Read when torch is imported. torch 2.15's new NCCL class wants all tensors on one GPU.
 os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
 
@@ -84,6 +85,6 @@ order = [f"{half} half forward" for half in ("first", "second")]
 order += [f"{half} half backward" for half in ("second", "first")]
 assert ranks[0][1] == ranks[1][1] == order
 print(f"DDP with device_ids: {ranks[0][2]}")
-assert "single-device" in ranks[0][2]
+assert "single-device" in ranks[0][2]  # on the CPU, DDP says so of every model
 
 lesson.claim("DDP averages both halves without device_ids; the halves compute one after the other.")

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+# The lessons need no GPU. With one, a rank that is forked after a backward could compute no other.
+os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("LESSON_GPUS", "")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints when it starts
 
@@ -34,7 +36,7 @@ def start(doc: str | None) -> None:
     if hasattr(sys.modules["__main__"], "DistributedDataParallel"):
         importlib.import_module("torch._dynamo")
     print(f"{(doc or '').splitlines()[0]}\n")
-    if args.predict:
+    if args.predict and sys.stdin.isatty():
         input("Your guess, then Enter: ")
 
 
