@@ -176,8 +176,7 @@ def test_a_damaged_checkpoint_is_named_and_kept(alone, tmp_path, refusal, monkey
     path.write_bytes(flipped)
     status, text = refusal(script)
     assert status == 1
-    reason = "ValueError('wrong checksum')"
-    assert text == f"damaged checkpoint.pt, {reason}: mv previous.pt checkpoint.pt\n"
+    assert text == "checkpoint.pt is damaged (wrong checksum): is there a previous.pt?\n"
     assert path.read_bytes() == flipped
 
 
@@ -242,7 +241,12 @@ def resume(alone, tmp_path, monkeypatch, capfd):
     return run
 
 
+def test_a_batch_that_is_too_large_ends_all_ranks(resume):
+    assert resume("run", 2, "--batch-size", 481)[0] == [2, 2]
+
+
 def test_an_epoch_of_few_steps_is_stopped_at_its_end(resume):
+
     flags = ["--batch-size", 96, "--epochs", 9]
     stopped = resume("run", 2, *flags, when="1 97", signal=signal.SIGINT)
     assert stopped == ([0, 0], "stopped after 960 images of epoch 1: see checkpoint.pt\n")
@@ -259,7 +263,7 @@ def test_all_ranks_stop_after_a_signal_to_one_and_another_number_goes_on(resume,
     assert not (folder / "model.pt").exists()
     statuses, output = resume("run", 3, "--batch-size", 8, "--epochs", 2)
     assert statuses == [0, 0, 0]
-    assert "checkpoint.pt has 0 epochs, and 480 images of the next one\n" in output
+    assert "resume after 0 of 2 epochs, and 480 images\n" in output
     assert [line[:2] for line in EPOCH.findall(output)] == [("1", "0.01125"), ("2", "0.01125")]
     reads = [path.read_text().split() for path in sorted(folder.glob("read_by_*"))]
     times = Counter(int(index) for each in reads for index in each)
@@ -276,7 +280,7 @@ def test_a_killed_run_ends_in_the_weights_of_one_that_was_never_killed(resume, t
     statuses, _ = resume("killed", 2, "--batch-size", 2, when="0 299", signal=signal.SIGKILL)
     assert statuses[0] == -signal.SIGKILL
     _, output = resume("killed", 2, "--batch-size", 2)
-    assert "checkpoint.pt has 0 epochs, and 400 images of the next one\n" in output
+    assert "resume after 0 of 1 epochs, and 400 images\n" in output
     for name in ("model.pt", "checkpoint.pt"):
         weights = [torch.load(tmp_path / folder / name) for folder in ("calm", "killed")]
         torch.testing.assert_close(*weights, rtol=0, atol=0)

@@ -41,9 +41,9 @@ def main() -> None:
         parser.exit(2, f"start it with: torchrun --standalone --nproc_per_node 2 {sys.argv[0]}\n")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])
-    # DDP: all processes end after an error, and rank 0 alone prints it.
-    if not os.access(".", os.W_OK):
-        parser.exit(2, "this folder is read-only: choose another one\n" if rank == 0 else None)
+    # DDP: rank 0 alone saves, so its folder matters. torchrun ends the others after an error.
+    if rank == 0 and not os.access(".", os.W_OK):
+        parser.exit(2, "this folder is read-only: choose another one\n")
     # DDP: each process uses a GPU of its own. It is GPU 0 if the process sees one GPU only.
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
@@ -52,7 +52,7 @@ def main() -> None:
     # of them must make the same calls in the same order. NCCL is for GPUs, and gloo for CPUs.
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     # DDP: each rank gets other random numbers, for its dropout. The first weights differ as well,
-    # until DDP broadcasts rank 0's weights below.
+    # until rank 0's weights are broadcast below.
     torch.manual_seed(rank)
 
     # DDP: one process of each machine downloads, and the others wait at the barrier. Otherwise all
@@ -102,7 +102,8 @@ def main() -> None:
             optimizer.zero_grad()
 
         # DDP: the first forward of the test broadcasts rank 0's buffers (the running statistics of
-        # batch normalisation), so all ranks test the model that rank 0 saves.
+        # batch normalisation), so all ranks test the model that rank 0 saves. Each rank has to take
+        # part, so it needs a test image.
         model.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct labels, labels
         with torch.no_grad():

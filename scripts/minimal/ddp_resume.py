@@ -3,12 +3,15 @@
     torchrun --standalone --nproc_per_node 2 ddp_resume.py
 
 The same command resumes the run from ./checkpoint.pt, also with more --epochs or with another
-number of processes. With one or two processes, and the same number as before, the weights become
-those of a run without a stop, to the last bit. To start from the beginning, remove checkpoint.pt.
-Each run needs a folder of its own.
+number of processes. On CPUs, with one or two processes, and the same number as before, the weights
+become those of a run without a stop, to the last bit. To start from the beginning, remove
+checkpoint.pt. Each run needs a folder of its own.
 
 After SIGTERM or Ctrl-C, all processes finish the same step, rank 0 saves, and all end with status
-0. (torchrun itself then ends with status 1.) A run that is killed loses at most 100 steps.
+0. (torchrun itself then ends with status 1.) A run that is killed loses at most 100 steps. To let
+torchrun start it again after an error (pytorch/pytorch#135712):
+
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --max-restarts 3 ... ddp_resume.py
 
 Compare this file with ddp.py: each addition has a comment that begins with RESUME or STOP.
 
@@ -47,9 +50,9 @@ def main() -> None:
         parser.exit(2, f"start it with: torchrun --standalone --nproc_per_node 2 {sys.argv[0]}\n")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])
-    # DDP: all processes end after an error, and rank 0 alone prints it.
-    if not os.access(".", os.W_OK):
-        parser.exit(2, "this folder is read-only: choose another one\n" if rank == 0 else None)
+    # DDP: rank 0 alone saves, so its folder matters. torchrun ends the others after an error.
+    if rank == 0 and not os.access(".", os.W_OK):
+        parser.exit(2, "this folder is read-only: choose another one\n")
     # RESUME: rank 0 alone reads the file. It does so before the processes are connected, so that no
     # collective call of another process fails if the file is damaged.
     checkpoint: list[Any] = [None]
@@ -58,11 +61,11 @@ def main() -> None:
             # torch.load does not compare checksums, but the file is a zip file, which has them.
             if zipfile.ZipFile("checkpoint.pt").testzip():
                 raise ValueError("wrong checksum")
-            # map_location: load_state_dict copies each tensor to its own GPU later. Without it, the
-            # tensors would be loaded to the GPU from which they were saved.
-            checkpoint[0] = torch.load("checkpoint.pt", map_location="cpu", weights_only=True)
         except Exception as error:
-            parser.exit(1, f"damaged checkpoint.pt, {error!r:.30}: mv previous.pt checkpoint.pt\n")
+            parser.exit(1, f"checkpoint.pt is damaged ({error}): is there a previous.pt?\n")
+        # map_location: load_state_dict copies each tensor to its own GPU later. Without it, the
+        # tensors would be loaded to the GPU from which they were saved.
+        checkpoint[0] = torch.load("checkpoint.pt", map_location="cpu", weights_only=True)
     # DDP: each process uses a GPU of its own. It is GPU 0 if the process sees one GPU only.
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
@@ -71,7 +74,7 @@ def main() -> None:
     # of them must make the same calls in the same order. NCCL is for GPUs, and gloo for CPUs.
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     # DDP: each rank gets other random numbers, for its dropout. The first weights differ as well,
-    # until DDP broadcasts rank 0's weights below.
+    # until rank 0's weights are broadcast below.
     torch.manual_seed(rank)
 
     # DDP: one process of each machine downloads, and the others wait at the barrier. Otherwise all
@@ -114,12 +117,13 @@ def main() -> None:
         model.module.load_state_dict(checkpoint[0]["model"])
         optimizer.load_state_dict(checkpoint[0]["optimizer"])
         # The loaded rate is that of the run before, perhaps with another number of processes.
+        # (If you have a scheduler, load its state here instead.)
         optimizer.param_groups[0]["lr"] = lr
         first_epoch, seen = checkpoint[0]["epoch"], checkpoint[0]["seen"]
         if rank == 0:
-            print(f"checkpoint.pt has {first_epoch} epochs, and {seen} images of the next one")
+            print(f"resume after {first_epoch} of {args.epochs} epochs, and {seen} images")
 
-    # RESUME: add what else has a state, for example "scheduler": scheduler.state_dict().
+    # RESUME: add what else has a state, and load it above: "scheduler": scheduler.state_dict().
     def save_checkpoint(epoch: int, seen: int) -> None:
         state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
         # checkpoint.pt is always complete, even if this process is killed while it saves.
@@ -172,7 +176,8 @@ def main() -> None:
         seen = 0
 
         # DDP: the first forward of the test broadcasts rank 0's buffers (the running statistics of
-        # batch normalisation), so all ranks test the model that rank 0 saves.
+        # batch normalisation), so all ranks test the model that rank 0 saves. Each rank has to take
+        # part, so it needs a test image.
         model.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct labels, labels
         with torch.no_grad():

@@ -39,9 +39,9 @@ def main() -> None:
         parser.exit(2, f"start it with: torchrun --standalone --nproc_per_node 2 {sys.argv[0]}\n")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])
-    # DDP: all processes end after an error, and rank 0 alone prints it.
-    if not os.access(".", os.W_OK):
-        parser.exit(2, "this folder is read-only: choose another one\n" if rank == 0 else None)
+    # DDP: rank 0 alone saves, so its folder matters. torchrun ends the others after an error.
+    if rank == 0 and not os.access(".", os.W_OK):
+        parser.exit(2, "this folder is read-only: choose another one\n")
     # DDP: each process uses a GPU of its own. It is GPU 0 if the process sees one GPU only.
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
@@ -50,7 +50,7 @@ def main() -> None:
     # of them must make the same calls in the same order. NCCL is for GPUs, and gloo for CPUs.
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     # DDP: each rank gets other random numbers, for its dropout. The first weights differ as well,
-    # until DDP broadcasts rank 0's weights below.
+    # until rank 0's weights are broadcast below.
     torch.manual_seed(rank)
 
     # DDP: one process of each machine downloads, and the others wait at the barrier. Otherwise all
@@ -74,7 +74,7 @@ def main() -> None:
     # DDP: each rank tests a share without padding, so that each image is tested exactly once. (With
     # DistributedSampler, some images would be tested twice, if the shares are not equally long.)
     # FSDP: each forward collects weights from all ranks, in the test too. So all ranks need equally
-    # many batches: each share is cut into the same number of them.
+    # many batches, and at least one image: each share is cut into the same number of batches.
     num_batches = math.ceil(len(test_set) / world_size / 500)
     batches = torch.arange(rank, len(test_set), world_size).tensor_split(num_batches)
     test_loader = DataLoader(test_set, batch_sampler=[batch.tolist() for batch in batches])
@@ -88,8 +88,8 @@ def main() -> None:
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, src=0)
     # FSDP: a call makes one unit: its weights are collected before it computes, and freed after it.
-    # The last call makes a unit of what is left. The model stays the same object: there is no
-    # wrapper, but each rank keeps only a part of each weight.
+    # The last call connects the units. The model stays the same object: there is no wrapper, but
+    # each rank keeps only a part of each weight.
     for block in (block1, block2, head, model):
         fully_shard(block)
     held = sum(weight.to_local().numel() for weight in model.parameters())
