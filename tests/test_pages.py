@@ -265,13 +265,14 @@ def test_the_examples_learn(tmp_path):
     examples = ROOT / "docs" / "examples"
     ended = run(*torchrun(2, examples / "text.py", "--data-dir", "."), cwd=tmp_path)
     assert "epoch 5: accuracy 100.0% of 300" in ended.text, ended.text
+    generator = torch.Generator().manual_seed(0)
     for channel, name in enumerate(("red", "green")):
         (tmp_path / "pictures" / name).mkdir(parents=True)
         for number in range(60):
-            picture = torch.randint(80, (3, 40, 40), dtype=torch.uint8)
+            picture = torch.randint(80, (3, 40, 40), dtype=torch.uint8, generator=generator)
             picture[channel] += 150
             to_pil_image(picture).save(tmp_path / "pictures" / name / f"{number}.png")
-    command = torchrun(2, examples / "pictures.py", "--num-workers", 0, "--epochs", 4)
+    command = torchrun(2, examples / "pictures.py", "--num-workers", 0, "--epochs", 8)
     command += ["--batch-size", 8]
     first = run(*command, "--patience", 0, cwd=tmp_path).stdout  # which stops after an epoch
     rest = run(*command, "--resume", cwd=tmp_path).stdout

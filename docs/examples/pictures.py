@@ -4,10 +4,11 @@ Each class has a folder, for example pictures/bird/ and pictures/cat/. A fifth o
 chooses the best weights.
 
     torchrun --standalone --nproc_per_node 2 docs/examples/pictures.py --data-dir pictures
-    torchrun --standalone --nproc_per_node 2 docs/examples/pictures.py --resume   # same --epochs
+    torchrun --standalone --nproc_per_node 2 docs/examples/pictures.py --resume
 
 It needs torch and torchvision, and for --wandb also wandb. It saves last.pt, to resume after a
-whole epoch, and best.pt, the averaged weights of the best epoch, in the current folder.
+whole epoch with the same flags and number of processes, and best.pt, the averaged weights of the
+best epoch, in the current folder.
 """
 
 import argparse
@@ -64,18 +65,18 @@ def main() -> None:
     fifth = len(order) // 5
     train_set, val_set = Subset(augmented, order[fifth:]), Subset(plain, order[:fifth])
     sampler: DistributedSampler = DistributedSampler(train_set, drop_last=True)
-    options: dict[str, Any] = {"num_workers": args.num_workers}
+    workers = args.num_workers
     train_loader = DataLoader(
-        train_set, args.batch_size, sampler=sampler, drop_last=True, **options
+        train_set, args.batch_size, sampler=sampler, num_workers=workers, drop_last=True
     )
     if rank == 0:
         print(f"{len(plain.classes)} classes, {len(train_set)} images to train", flush=True)
     if not len(train_loader):
         raise SystemExit("fewer images than one step needs: lower --batch-size")
     share = range(rank, len(val_set), world_size)
-    val_loader = DataLoader(val_set, 500, sampler=share, **options)
+    val_loader = DataLoader(val_set, 500, sampler=share, num_workers=workers)
 
-    torch.manual_seed(rank)  # the processes augment differently
+    torch.manual_seed(0)
     raw_model = build(len(plain.classes)).to(device)
     model = DistributedDataParallel(raw_model)
     # Weight decay is for matrices, not for biases and normalisation.
@@ -86,7 +87,6 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, args.lr, total_steps=args.epochs * len(train_loader)
     )
-    # After wrapping, so that the average begins with the same weights on all ranks.
     ema = AveragedModel(raw_model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
 
     losses: list[float] = []  # of the validation, one for each epoch
@@ -98,6 +98,8 @@ def main() -> None:
         for name, part in parts.items():
             part.load_state_dict(state[0][name])
         losses = state[0]["losses"]
+        if scheduler.total_steps != args.epochs * len(train_loader):
+            raise SystemExit("resume with the same --epochs, --batch-size and number of processes")
     if args.wandb and rank == 0:
         import wandb
 
@@ -108,6 +110,7 @@ def main() -> None:
         if losses and len(losses) - 1 - losses.index(min(losses)) >= args.patience:
             break
         sampler.set_epoch(epoch)
+        torch.manual_seed(epoch * world_size + rank)  # each augments differently
         model.train()
         for images, labels in train_loader:
             loss = F.cross_entropy(model(images.to(device)), labels.to(device))
@@ -136,16 +139,18 @@ def main() -> None:
         losses.append(val_loss)
         if rank == 0:
             print(f"epoch {epoch + 1}: loss {val_loss:.4f}, accuracy {accuracy:.1%}", flush=True)
+            if val_loss == min(losses):
+                torch.save(ema.module.state_dict(), "best.pt.tmp")
+                os.replace("best.pt.tmp", "best.pt")
             saved = {name: part.state_dict() for name, part in parts.items()}
             torch.save(saved | {"losses": losses}, "last.pt.tmp")
             os.replace("last.pt.tmp", "last.pt")
-            if val_loss == min(losses):
-                torch.save(ema.module.state_dict(), "best.pt")
             if args.wandb:
                 wandb.log({"loss": val_loss, "accuracy": accuracy, "top3": top3}, step=epoch)
     if args.wandb and rank == 0:
         wandb.finish()
     dist.destroy_process_group()
+    os._exit(0)  # gloo's threads abort one plain end in a hundred (pytorch/pytorch#179291)
 
 
 if __name__ == "__main__":

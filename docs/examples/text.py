@@ -33,13 +33,13 @@ def number(word: str) -> int:
 
 def load(path: Path) -> list[Sample]:
     """Read pairs (numbers of the words, class)."""
-    lines = [line.split("\t") for line in path.read_text().splitlines()]
+    lines = [line.split("\t") for line in path.read_text().splitlines() if line.strip()]
     return [([number(word) for word in sentence.split()], int(label)) for label, sentence in lines]
 
 
 def collate(samples: list[Sample]) -> tuple[Tensor, Tensor]:
     """Make a batch: words [B, longest sentence], filled up with PADDING, and classes [B]."""
-    words = [torch.tensor(sentence) for sentence, _ in samples]
+    words = [torch.tensor(sentence, dtype=torch.long) for sentence, _ in samples]
     padded = pad_sequence(words, batch_first=True, padding_value=PADDING)
     return padded, torch.tensor([label for _, label in samples])
 
@@ -74,12 +74,13 @@ def main() -> None:
     test_set: Any = load(args.data_dir / "test.txt")
     classes = 1 + max(label for _, label in train_set)
     sampler: Any = DistributedSampler(train_set, drop_last=True)
-    options: dict[str, Any] = {"collate_fn": collate}
     train_loader: Any = DataLoader(
-        train_set, args.batch_size, sampler=sampler, drop_last=True, **options
+        train_set, args.batch_size, sampler=sampler, drop_last=True, collate_fn=collate
     )
+    if not len(train_loader):
+        raise SystemExit("fewer sentences than one step needs: lower --batch-size")
     share = range(rank, len(test_set), world_size)
-    test_loader: Any = DataLoader(test_set, 500, sampler=share, **options)
+    test_loader: Any = DataLoader(test_set, 500, sampler=share, collate_fn=collate)
 
     model = DistributedDataParallel(Classifier(classes).to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -109,6 +110,7 @@ def main() -> None:
             print(f"epoch {epoch + 1}: accuracy {correct / count:.1%} of {count:.0f}", flush=True)
             torch.save(model.module.state_dict(), "model.pt")
     dist.destroy_process_group()
+    os._exit(0)  # gloo's threads abort one plain end in a hundred (pytorch/pytorch#179291)
 
 
 if __name__ == "__main__":
