@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def test_an_environment_is_used_as_it_is_and_another_is_left_alone(copy):
     bin_folder = Path(sys.executable).parent
     script = copy / "scripts" / "test.sh"
     ended = succeed("env", f"PATH={path}", f"VENV={bin_folder.parent}", script, "--all", "-x")
-    assert 'make check PYTHON=python PYTEST_FLAGS=-m "" -x' in ended.stdout
+    assert "make check PYTHON=python PYTEST_FLAGS='-m' '' '-x'" in ended.stdout
     assert str(bin_folder / "python") in ended.stdout
     other = copy / "other"
     other.mkdir()
@@ -84,7 +85,7 @@ def test_run_ssh_starts_every_host_and_stops_all_if_one_fails(tmp_path):
 
 SRUN = """
 echo "srun $*"
-trap 'exit 3' USR1
+trap 'trap "" USR1; sleep 1; exit 3' USR1
 touch started
 while [[ $* == *--endless* ]]; do sleep 0.1; done
 """
@@ -109,6 +110,8 @@ def test_a_job_of_slurm_is_queued_again_after_its_time_limit(tmp_path):
         process = start(*command, "--endless", cwd=tmp_path, **job)
         wait_until((tmp_path / "started").exists, process)
         process.send_signal(signal.SIGUSR1)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGUSR1)  # Slurm may send it again while the script saves
         return finish(process)
 
     ended = stop()
