@@ -73,7 +73,7 @@ for part in "$@"; do declare -F "part_$part" >/dev/null || fail "there is no par
 failed=0
 for part in "$@"; do
     printf '\n## %s\n\n' "$part"
-    REPORT_FOLDER=$folder timeout --kill-after 30 600 "$0" "$part" 2>&1 || {
+    REPORT_FOLDER=$folder timeout --kill-after 30 600 scripts/gpu_check.sh "$part" 2>&1 || {
         failed=1
         echo "FAILED: $part"
     }

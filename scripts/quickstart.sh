@@ -52,7 +52,7 @@ train ddp "${torchrun[@]}" 2 train_ddp.py --batch-size 48 "${two[@]}"
 echo
 "$PYTHON" scripts/tools/benchmark.py --runs "$folder"/{single,dp,ddp}
 
-launcher="torchrun --standalone --nproc_per_node $((gpus > 1 ? gpus : 2))"
+launcher="torchrun --standalone --nproc_per_node $((gpus > 0 ? gpus : 2))"
 cat <<END
 
 What next:

@@ -9,14 +9,14 @@
 #   HOSTS   host names, separated by blanks; the first one is machine 0
 #   HOST0   address of machine 0, as the others know it (its name in HOSTS)
 #   SSH     how to start a command on a host (ssh, which gives up a dead host after 15 seconds)
-# and NPROC_PER_NODE, MASTER_PORT and SCRIPT of run_torchrun.sh.
+# and those of run_torchrun.sh, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, NCCL_DEBUG.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 read -ra hosts <<<"${HOSTS:?names the machines, such as HOSTS=\"node0 node1\"}"
 read -ra ssh <<<"${SSH:-ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5}"
 settings=("NNODES=${#hosts[@]}" "HOST0=${HOST0:-${hosts[0]#*@}}")
-for name in NPROC_PER_NODE MASTER_PORT SCRIPT; do
+for name in NPROC_PER_NODE MASTER_PORT SCRIPT {GLOO,NCCL}_SOCKET_IFNAME NCCL_DEBUG; do
     [[ -z ${!name:-} ]] || settings+=("$name=${!name}")
 done
 

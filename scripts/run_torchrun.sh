@@ -10,7 +10,7 @@
 #   NODE_RANK       number of this machine, from 0
 #   HOST0           address of machine 0, as all the others know it
 #   MASTER_PORT     a port of machine 0 that is free, and open to the others (29500)
-#   SCRIPT          what to start (train_ddp.py)
+#   SCRIPT          what to start (train_ddp.py), below the project's folder, as all other paths
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

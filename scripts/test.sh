@@ -11,4 +11,8 @@ source scripts/environment.sh
 
 make_environment requirements.txt requirements-dev.txt
 PATH=$(cd "$VENV/bin" && pwd):$PATH
-make check PYTHON=python PYTEST_FLAGS="${*/#--all/-m \"\"}"
+flags=()
+for flag in "$@"; do
+    if [[ $flag == --all ]]; then flags+=(-m ""); else flags+=("$flag"); fi
+done
+make check PYTHON=python PYTEST_FLAGS="${flags[*]@Q}"

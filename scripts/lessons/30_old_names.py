@@ -68,8 +68,8 @@ def work(rank: int, world_size: int) -> tuple[list[str], Any]:
 said, returned = lesson.run(work, 1)[0]
 for (note, _, right), text in zip(CASES, said, strict=True):
     print(f"{note}\n    {text[:100]}\n    right: {right}")
-parts = ("not subscriptable", "argument 'device_id'", "a single element", "attribute 'local_rank'")
-parts += ("attribute 'AVG'", "No rendezvous handler", "argument 'maplocation'", "size mismatch")
+parts = ["not subscriptable", "argument 'device_id'", "a single element", "attribute 'local_rank'"]
+parts += ["attribute 'AVG'", "No rendezvous handler", "argument 'maplocation'", "size mismatch"]
 assert all(part in text for part, text in zip(parts, said, strict=True))
 print(f"loss = dist.all_reduce(loss)\n    loss is {returned}\n    right: it works in place")
 assert returned is None

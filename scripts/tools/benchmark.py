@@ -43,12 +43,20 @@ class Setting(NamedTuple):
 Speeds = dict[Setting, dict[int, float]]  # images/s of each round
 
 
+def counts(text: str) -> list[int]:
+    """Parse ``2,4,8`` into numbers of devices."""
+    found = [int(part) for part in text.split(",")]
+    if min(found) < 1:
+        raise ValueError
+    return found
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--devices", default="", help="for DP and DDP, such as 2,4,8 (all GPUs, or 2 cores)")
+    add("--devices", type=counts, default=[], help="such as 2,4,8 (all GPUs, or 2 cores)")
     add("--global-batch-size", type=int, default=512, help="images of a step (512)")
     add("--threads", type=int, help="CPU threads for each device (1, with GPUs a fair share)")
     add("--rounds", type=int, default=3, help="how often each setting is measured (3)")
@@ -59,12 +67,14 @@ def parse_args() -> argparse.Namespace:
     add("flags", nargs="*", help="after --: flags of the training scripts")
     args = parser.parse_args()
     args.gpus = torch.cuda.device_count() if args.device == "auto" else 0
-    args.devices = [int(n) for n in args.devices.split(",") if n] or [args.gpus or 2]
+    args.devices = args.devices or [args.gpus or 2]
     args.threads = args.threads or max(1, args.gpus and os.cpu_count() // max(args.devices))
     if args.gpus and max(args.devices) > args.gpus:
         parser.error(f"--devices {max(args.devices)}: there are {args.gpus} GPUs")
     if odd := [n for n in args.devices if args.global_batch_size % n]:
         parser.error(f"--global-batch-size {args.global_batch_size} is no multiple of {odd[0]}")
+    if missing := [f for f in args.runs or () if not Path(f, "summary.json").exists()]:
+        parser.error(f"--runs {missing[0]}: there is no finished run")
     if args.plot and not find_spec("matplotlib"):
         parser.error("--plot needs matplotlib: pip install matplotlib")
     return args

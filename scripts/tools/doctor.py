@@ -76,7 +76,8 @@ def connect(seconds: float) -> dist.Store:
     try:
         with limit(seconds + 5, doubt):
             store = dist.TCPStore(ADDRESS, PORT, None, is_server, timeout, wait_for_workers=False)
-            return dist.PrefixStore("doctor", store)
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps the store
+            return dist.PrefixStore(f"doctor {attempt}", store)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             doubt = f"port {PORT} is in use, by another program or a second rank 0: choose another"
@@ -237,7 +238,8 @@ def main() -> int:
             stop(f"{backend}: {' '.join(str(error).split())[:300]}")
         if RANK == 0:
             print(f"ok: {backend}: {found}", flush=True)
-    time.sleep(RANK == 0)  # which serves the store
+    if RANK == 0:
+        time.sleep(1)  # it serves the store, which the others still read
     return status
 
 
