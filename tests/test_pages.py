@@ -227,6 +227,7 @@ def run_snippet(text):
     train_loader = DataLoader(train_set, batch_size)
     train_sampler: DistributedSampler = DistributedSampler(train_set)
     rank, local_rank, world_size, epoch, accumulation_steps, prepare_data = 0, 0, 1, 0, 3, list
+    sums, epochs = torch.ones(3), 9
     loss_function, micro_batches = F.cross_entropy, [(images, labels)]
     weights, samples, train_step = torch.ones(320), range(100), F.cross_entropy
     loss = losses = F.cross_entropy(model(images), labels)

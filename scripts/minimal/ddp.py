@@ -84,7 +84,7 @@ def main() -> None:
     # DDP: the wrapper broadcasts rank 0's weights, so that all ranks start with the same.
     model = DDP(model)
     # With a larger batch an epoch has fewer steps, so the rate of each step is higher. It is never
-    # more than four times as high, because training fails at much higher rates.
+    # more than four times as high, because this training is short.
     lr = 0.03 * min(global_batch_size / 64, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
 

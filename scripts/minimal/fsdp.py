@@ -97,7 +97,7 @@ def main() -> None:
     if rank == 0:
         print(f"rank 0 holds {held} of {total} weights")
     # With a larger batch an epoch has fewer steps, so the rate of each step is higher. It is never
-    # more than four times as high, because training fails at much higher rates.
+    # more than four times as high, because this training is short.
     lr = 0.03 * min(global_batch_size / 64, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
 
