@@ -2,11 +2,16 @@
 
 import os
 import signal
+import sys
 import time
 
 import pytest
 
-from tests.processes import finish, said_by_ranks, wait_until
+import train_ddp
+from tests.helpers import on_ranks
+from tests.processes import Training, finish, said_by_ranks, wait_until
+from utils import checkpoint
+from utils.cli import parse_args
 
 # Far more training than any test waits for.
 LONG = ["--model", "mlp", "--epochs", 9999, "--no-tensorboard", "--save-every-steps", 10]
@@ -52,6 +57,22 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(number, train, monkeypa
     step = run.checkpoint["position"]["step"]
     assert 13 <= step <= 20
     assert f"stopped and saved at step {step}: " in capfd.readouterr().out
+
+
+def test_no_rank_ends_before_rank_0_has_saved(digits_dir, tmp_path, monkeypatch):
+    """Or a launcher that sees a rank end might kill the save."""
+    run = Training(digits_dir, tmp_path)
+    flags = ["--model", "tests.user_code:network", "--no-tensorboard", "--epochs", 9]
+    monkeypatch.setenv("FAULT", "1:3:SIGTERM")
+    monkeypatch.setattr(sys, "argv", run.arguments("ddp", *flags))
+    save = checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", lambda *args: (time.sleep(1), save(*args)))
+
+    def end(rank):
+        train_ddp.train(parse_args("ddp", ""))
+        return (tmp_path / "checkpoints" / "last.pt").exists()
+
+    assert on_ranks(end, 2) == [True, True]
 
 
 @pytest.mark.parametrize(
