@@ -193,6 +193,14 @@ def test_nothing_that_is_not_finite_is_saved(run):
     assert run.content() == before
 
 
+def test_a_part_whose_state_could_not_be_loaded_is_refused_at_the_first_save(tmp_path):
+    parts, position = parts_of(own=SimpleNamespace(state_dict=lambda: ARGS)), Position()
+    step(parts, position)
+    with pytest.raises(CheckpointError, match="may hold only tensors and plain values"):
+        checkpoint.save(tmp_path, ARGS, parts, position)
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_part_that_is_missing_or_does_not_fit_is_named(run):
     state = run.read()
     with pytest.raises(CheckpointError, match="the checkpoint holds no scheduler"):

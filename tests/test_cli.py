@@ -39,6 +39,7 @@ def test_flags_that_cannot_be_used_are_one_line(flags, message, capsys):
 
 def test_a_script_says_how_it_has_to_be_started(capsys):
     assert "use train_ddp.py" in refusal(capsys, "", WORLD_SIZE="2")
+    assert "unrecognized arguments: --compile" in refusal(capsys, "--compile", technique="dp")
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         line = refusal(capsys, "", technique="ddp", without=[name])
         assert "torchrun --standalone --nproc_per_node 2 train_ddp.py" in line

@@ -37,6 +37,7 @@ def test_equal_ranks_pass_and_a_machine_may_have_its_own_folders_and_cores():
     ("ranks", "message"),
     [
         ([("--lr 0.1",), ("--lr 0.1",), ("--lr 0.2",)], "rank 2 has --lr 0.2, rank 0 has 0.1"),
+        ([("--weight-decay 0.1",), ("",)], "rank 1 has --weight-decay 0.0005, rank 0 has 0.1"),
         ([("", 1, 2), ("", 1)], r"rank 1 has the length of data set 0 1"),
         ([("", 1, 2), ("", 1, 3)], "the labels of data set 0"),
         ([("", FIRST), ("", SECOND)], "the labels of data set 0"),

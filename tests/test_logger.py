@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.helpers import parse
 from utils.checkpoint import Position, weights_sha256
+from utils.errors import UserError
 from utils.logger import Logger
 
 
@@ -94,3 +95,13 @@ def test_a_summary_means_a_complete_run(open_logger, tmp_path, capsys):
     assert json.loads(path.read_text()) == summary
     train(open_logger(step=2), 1, 3, 3)
     assert not path.exists()
+
+
+@pytest.mark.parametrize(("loss", "correct", "name"), [("nan", 4, "loss"), (16, "inf", "accuracy")])
+def test_an_average_that_is_not_finite_ends_the_run(loss, correct, name, open_logger):
+    logger = open_logger("--no-tensorboard")
+    for step in logger.progress(range(1, 2), 0):
+        with pytest.raises(
+            UserError, match=f"the {name} is (nan|inf) at step 1, which is not saved"
+        ):
+            logger.step(step, sums(float(loss), float(correct), 16), lr=0.1)

@@ -263,6 +263,7 @@ def test_the_examples_learn(tmp_path):
     lines = [f"{n % 2}\ta {word} film" for n, word in enumerate(["good", "bad"] * 150)]
     for part in ("train", "test"):
         (tmp_path / f"{part}.txt").write_text("\n".join(lines))
+    (tmp_path / "train.txt").write_text("\n".join([*lines, "", *["1\t"] * 40]))
     examples = ROOT / "docs" / "examples"
     ended = run(*torchrun(2, examples / "text.py", "--data-dir", "."), cwd=tmp_path)
     assert "epoch 5: accuracy 100.0% of 300" in ended.text, ended.text

@@ -124,7 +124,7 @@ def test_a_job_of_slurm_is_queued_again_after_its_time_limit(tmp_path):
 QUICKSTART = """
 if [[ $1 == - ]]; then
     [[ $2 != requirements.txt ]] || exit 0
-    echo "2 mnist"
+    echo "${GPUS:-2} mnist"
 else
     echo "ran $*"
 fi
@@ -143,20 +143,26 @@ def test_quickstart_trains_with_equal_conditions_and_says_how_to_go_on(copy):
         assert f"--batch-size {batch_size} " in line
         assert "--epochs 0.5 --lr 0.2 --dataset mnist" in line
     assert runs[3].startswith("ran scripts/tools/benchmark.py --runs runs/quickstart-")
-    assert "torchrun --standalone --nproc_per_node 2 train_ddp.py --dataset mnist" in ended.stdout
+    for gpus, launched in ((0, 2), (1, 1), (2, 2)):
+        ended = succeed("env", f"PATH={path}", script, cwd=copy, GPUS=str(gpus))
+        launcher = f"torchrun --standalone --nproc_per_node {launched}"
+        assert f"{launcher} train_ddp.py --dataset mnist" in ended.stdout
 
 
 def test_gpu_check_reports_what_ran_and_what_failed(copy):
     answers = '-c*available*) echo 2;; *pytest*) echo oh; exit 1;; *) echo "ran $*";;'
     path = fake(copy / "fakes", "python3", f'case "$*" in {answers} esac')
-    script = copy / "scripts" / "gpu_check.sh"
-    ended = run("env", f"PATH={path}", script, "tests", "doctor", cwd=copy)
+    script = "./gpu_check.sh"  # from its own folder, too
+    ended = run("env", f"PATH={path}", script, "tests", "doctor", cwd=copy / "scripts")
     assert ended.status == 1
     (report,) = copy.glob("runs/*/report.md")
     assert report.read_text() == ended.stdout
     assert "FAILED: tests" in ended.stdout
     assert "--nproc_per_node 2 scripts/tools/doctor.py" in ended.stdout
-    assert "there is no part docter" in run("env", f"PATH={path}", script, "docter").stderr
+    assert (
+        "there is no part docter"
+        in run("env", f"PATH={path}", script, "docter", cwd=copy / "scripts").stderr
+    )
 
 
 @pytest.mark.slow

@@ -118,3 +118,6 @@ def test_on_gpus_dp_takes_part_and_the_sizes_are_equal():
     found = benchmark.settings(args)
     assert [setting.technique for setting in found] == ["single", "dp", "ddp", "dp", "ddp"]
     assert [setting.threads for setting in found] == [3, 6, 6, 24, 24]
+    assert benchmark.counts("2,8") == [2, 8]
+    with pytest.raises(ValueError, match="2,0"):
+        benchmark.counts("2,0")

@@ -47,7 +47,7 @@ def counts(text: str) -> list[int]:
     """Parse ``2,4,8`` into numbers of devices."""
     found = [int(part) for part in text.split(",")]
     if min(found) < 1:
-        raise ValueError
+        raise ValueError(text)
     return found
 
 
