@@ -1,0 +1,167 @@
+"""A process of a training: its device, its comparison with the other ranks, and stop signals."""
+
+import argparse
+import os
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+from utils.errors import UsageError
+
+# Flags that may differ between machines.
+OF_ONE_MACHINE = {
+    "device",
+    "threads",
+    "num_workers",
+    "data_dir",
+    "run_dir",
+    "init_weights",
+    "local_rank",
+}
+SHOWN = 80  # characters of a value that a message quotes
+COMPARED = 32  # samples of a data set, since it may have to read a file for each of them
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+def select_devices(args: argparse.Namespace) -> list[torch.device]:
+    """Return the devices that ``--device`` and ``--devices`` name, by default all GPUs or the CPU.
+
+    Raises:
+        UsageError: a device does not exist.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if args.device == "cuda" and count == 0:
+        raise UsageError("--device cuda: torch finds no GPU: a CPU build, or an old driver?")
+    if args.device == "cpu" or count == 0:
+        if getattr(args, "sync_bn", False):
+            raise UsageError("--sync-bn needs GPUs: PyTorch's SyncBatchNorm does not run on CPUs")
+        return [torch.device("cpu", 0)]
+    indices = getattr(args, "devices", None) or range(count)
+    if max(indices) >= count:
+        raise UsageError(f"--devices {max(indices)}: there are {count} GPUs, numbered from 0")
+    return [torch.device("cuda", index) for index in indices]
+
+
+def setup_device(args: argparse.Namespace, local_rank: int = 0) -> torch.device:
+    """Set the CPU threads, apply ``--deterministic``, and return the device of this process.
+
+    Args:
+        args: the parsed command line.
+        local_rank: the number of this process on its machine. It uses the GPU with this number, or
+            GPU 0 if each process can see one GPU only, as under Slurm's ``--gpus-per-task=1``.
+
+    Raises:
+        UsageError: there is no such device.
+    """
+    # torchrun sets OMP_NUM_THREADS=1 if it is not set. Any other number was chosen by the user.
+    if args.threads or os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        cores = len(os.sched_getaffinity(0))
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        torch.set_num_threads(args.threads or max(1, cores // processes))
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+        torch.use_deterministic_algorithms(True)
+    devices = select_devices(args)
+    if len(devices) == 1:
+        return devices[0]
+    if local_rank >= len(devices):
+        raise UsageError(f"there is no GPU {local_rank}: start at most {len(devices)} processes")
+    return devices[local_rank]
+
+
+class Labels(Dataset):
+    """What of the samples of a data set can be compared: their whole numbers, such as labels."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, index: int) -> list[Any]:
+        sample = self.dataset[index]
+        if isinstance(sample, Mapping):
+            return [[name, _whole_numbers(part)] for name, part in sample.items()]
+        if isinstance(sample, (list, tuple)):
+            return [_whole_numbers(part) for part in sample]
+        return []
+
+
+def _whole_numbers(value: Any) -> list[int]:
+    """Return a label or a row of labels as a list, and [] for anything else, such as an image."""
+    try:
+        tensor = torch.as_tensor(value)
+    except (RuntimeError, TypeError, ValueError):
+        return []
+    return [] if tensor.is_floating_point() or tensor.ndim > 1 else tensor.flatten()[:10].tolist()
+
+
+def check_same(args: argparse.Namespace, *datasets: Any) -> None:
+    """Compare the flags, torch and data of all ranks with those of rank 0. Collective.
+
+    Of the data, the lengths and some labels are compared. Images are not compared, because they may
+    be augmented at random.
+
+    Raises:
+        UsageError: a rank differs from rank 0. The message is the same on all ranks.
+    """
+    facts: dict[str, Any] = {"torch": str(torch.__version__)}
+    flags = {k.replace("_", "-"): v for k, v in vars(args).items() if k not in OF_ONE_MACHINE}
+    facts |= {f"--{flag}": value for flag, value in flags.items()}
+    for number, dataset in enumerate(datasets):
+        indices = range(0, len(dataset), max(1, len(dataset) // COMPARED))
+        # If the training has loader workers, a worker reads here, too. A data set that opens its
+        # file with the first sample would open it in this process, and all workers would share it.
+        workers = min(args.num_workers, 1)
+        loader = DataLoader(
+            Labels(dataset),
+            batch_size=None,
+            sampler=indices,
+            num_workers=workers,
+            generator=torch.Generator(),
+        )
+        facts[f"the length of data set {number}"] = len(dataset)
+        facts[f"the labels of data set {number}"] = list(loader)
+    ranks: list[dict[str, Any]] = [facts] * dist.get_world_size()
+    dist.all_gather_object(ranks, facts)
+    for rank, own in enumerate(ranks):
+        for name, value in ranks[0].items():
+            if own[name] != value:
+                ours = str(own[name])[:SHOWN]
+                theirs = str(value)[:SHOWN]
+                raise UsageError(
+                    f"rank {rank} has {name} {ours}, rank 0 has {theirs}: start every rank with the"
+                    " same command, code, data and packages"
+                )
+
+
+class StopSignal:
+    """Note the first stop signal that arrives. A second Ctrl-C ends the process at once.
+
+    Attributes:
+        number: the number of the signal, or 0 as long as none has arrived.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self._note)
+
+    def _note(self, number: int, _: Any) -> None:
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)  # torchrun sends a second Ctrl-C as SIGTERM
+        if self.number == 0 and os.environ.get("LOCAL_RANK", "0") == "0":
+            # Not print(), which may not be called while another print() is interrupted.
+            os.write(2, b"stopping: this run will save and end\n")
+        self.number = self.number or number
+
+
+def detach_worker(worker_id: int) -> None:
+    """Move a loader worker into a process group of its own. For ``DataLoader(worker_init_fn=...)``.
+
+    A terminal sends Ctrl-C to a whole process group, and torchrun sends SIGTERM to the group of
+    each rank. Loader workers that end then would turn the orderly stop of their rank into a crash.
+    """
+    os.setpgrp()
