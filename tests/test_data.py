@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, Dataset, Subset, random_split
 from torchvision.datasets import MNIST
 
 import data
@@ -58,14 +58,44 @@ def test_a_set_smaller_than_a_global_batch_is_refused():
         ResumableDistributedSampler(range(N), N + 1)
 
 
-def test_images_are_read_and_fetched_by_the_batch(digits_dir):
+class Pairs(Dataset):
+    """Samples that are dicts, and a collate_fn of its own that makes pairs of them."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return {"image": torch.full((2,), index), "label": index}
+
+    @staticmethod
+    def collate_fn(samples):
+        return torch.stack([x["image"] for x in samples]), torch.tensor(
+            [x["label"] for x in samples]
+        )
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_each_kind_of_data_set_gives_the_batches_that_the_sampler_asks_for(workers, digits_dir):
     train_set, test_set = data.load("mnist", str(digits_dir))
     images, labels = train_set.tensors
     assert (images.shape, images.dtype, len(test_set)) == ((1920, 28, 28), torch.uint8, 500)
     wanted = [3, 1, 4, 1, 5]
-    [batch] = DataLoader(train_set, 5, sampler=wanted, collate_fn=train_set.collate_fn)
-    assert torch.equal(batch[0], images[wanted])
-    assert torch.equal(batch[1], labels[wanted])
+    part = random_split(train_set, [20, 1900], torch.Generator().manual_seed(0))[0]
+    sets = {
+        "whole": (train_set, wanted),
+        "split": (part, [part.indices[i] for i in wanted]),
+        "subset": (Subset(train_set, range(100, 200)), [100 + i for i in wanted]),
+        "joined": (ConcatDataset([Subset(train_set, [7]), train_set]), [2, 0, 3, 0, 4]),
+    }
+    for name, (dataset, places) in sets.items():
+        first, second = data.make_loader(dataset, 3, wanted, num_workers=workers)
+        for batch, own in ((first, places[:3]), (second, places[3:])):
+            assert torch.equal(batch[0], images[own]), name
+            assert torch.equal(batch[1], labels[own]), name
+    [batch] = data.make_loader(test_set, 500, num_workers=workers)
+    assert torch.equal(batch[0], test_set.tensors[0]), "the order is that of the set"
+    [(images, labels)] = data.make_loader(Pairs(), 10, num_workers=workers)
+    assert images[:, 0].tolist() == labels.tolist() == [*range(10)], "by its own collate_fn"
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated"])
@@ -145,6 +175,15 @@ def test_bytes_become_normalised_floats():
     assert torch.equal(colours, floats.view(2, 7, 4, 28)), "seven channels"
     kept = torch.randn(2, 3, 4, 5)
     assert transform([kept, labels], augment=True)[0] is kept, "floats are left as they are"
+
+
+def test_a_batch_that_is_no_pair_names_the_places_to_change():
+    transform = data.Transform("my:load", CPU)
+    for batch in ({"image": torch.zeros(2), "label": torch.zeros(2)}, [torch.zeros(2)] * 3):
+        with pytest.raises(
+            UsageError, match=r"collate_fn.* Transform in data.py .*model\(images\)"
+        ):
+            transform(batch)
 
 
 def test_a_shift_moves_each_image_by_up_to_a_pixel():

@@ -26,15 +26,11 @@ def open_logger(tmp_path):
     return open_one
 
 
-def sums(loss, correct, count):
-    return torch.tensor([loss, correct, count], dtype=torch.float32)
-
-
 def train(logger, epoch, first, last, loss=1.0):
-    """Log an epoch of the steps from ``first`` to ``last``."""
-    for step in logger.progress(range(first, last + 1), epoch):
-        logger.step(step, sums(16 * loss, 4, 16), lr=0.1)
-    logger.epoch(epoch, last, sums(16 * loss, 4, 16), sums(50 * loss, 40, 50))
+    """Log an epoch of the steps from ``first`` to ``last``, which takes ten seconds."""
+    for step in range(first, last + 1):
+        logger.step(step, [16 * loss, 4, 16], lr=0.1)
+    logger.epoch(epoch, last, [16 * loss, 4, 16], [50 * loss, 40, 50], 10.0, 2.5)
 
 
 def rows(tmp_path):
@@ -52,11 +48,11 @@ def test_after_a_resume_nothing_is_shown_that_was_not_saved(open_logger, tmp_pat
     first = open_logger()
     train(first, 0, 1, 2)
     train(first, 1, 3, 4)
-    first.stopped(4)
+    first.close(None)
     again = open_logger(step=3)
     assert [row["global_step"] for row in rows(tmp_path)] == [2, 4], "until there is a new row"
     train(again, 1, 4, 5, loss=2.0)
-    again.complete(nn.Linear(1, 1))
+    again.close(nn.Linear(1, 1))
     assert [(row["global_step"], row["test_loss"]) for row in rows(tmp_path)] == [(2, 1), (5, 2)]
     losses = {1: 1, 2: 1, 3: 1, 4: 2, 5: 2}
     assert scalars(tmp_path, "running_mean_rank_0/loss") == losses
@@ -65,43 +61,49 @@ def test_after_a_resume_nothing_is_shown_that_was_not_saved(open_logger, tmp_pat
     assert (summary["resumed_from"], summary["global_step"], summary["test_loss"]) == (3, 5, 2)
 
 
-def test_the_speed_leaves_out_the_first_ten_steps(open_logger, tmp_path, monkeypatch):
+def test_the_speed_leaves_out_the_first_steps_of_an_epoch(open_logger, tmp_path, monkeypatch):
     """They take a second each, and the others a tenth. A run of fewer steps has a speed, too."""
     now = 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    logger = open_logger("--no-tensorboard")
-    for epoch, steps in enumerate((range(1, 6), range(6, 26))):
-        for step in logger.progress(steps, epoch):
-            now += 1 if step <= 10 else 0.1
-            logger.step(step, sums(1, 1, 16), lr=0.1)
-        now += 100  # an evaluation and a save
-        logger.epoch(epoch, step, sums(1, 1, 16), sums(1, 1, 16))
-    assert [row["train_images_per_second"] for row in rows(tmp_path)] == pytest.approx([16, 160])
-    logger.complete(nn.Linear(1, 1))
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    logger = open_logger("--no-tensorboard", "--log-every", 10)
+    for step in range(1, 31):
+        now += 1 if step <= 10 else 0.1
+        if step % 10 == 0:
+            logger.step(step, [1, 1, 16], lr=0.1)
+    now += 100  # an evaluation and a save
+    logger.epoch(0, 30, [1, 1, 480], [1, 1, 16], 12.0, 3.0)
+    logger.epoch(1, 35, [1, 1, 80], [1, 1, 16], 5.0, 0.5)
+    assert [row["train_images_per_second"] for row in rows(tmp_path)] == pytest.approx([160, 16])
+    logger.close(nn.Linear(1, 1))
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["train_seconds"] == pytest.approx(11.5)
+    assert (summary["train_seconds"], summary["data_seconds"]) == (17, 3.5)
 
 
-def test_a_summary_means_a_complete_run(open_logger, tmp_path, capsys):
-    logger, model, path = open_logger("--seed", 5), nn.Linear(2, 2), tmp_path / "summary.json"
+def test_the_share_of_waiting_for_data_is_shown(open_logger, capsys):
+    train(open_logger("--no-tensorboard"), 0, 1, 2)
+    assert "25% waiting for data" in capsys.readouterr().out
+
+
+def test_a_summary_means_a_complete_run(open_logger, tmp_path):
+    model = nn.Linear(2, 2)
+    path = tmp_path / "summary.json"
+    logger = open_logger("--seed", 5)
     train(logger, 0, 1, 2)
     assert not path.exists()
-    logger.complete(model)
+    logger.close(model)
     summary = json.loads(path.read_text())
     assert (summary["seed"], summary["weights_sha256"]) == (5, weights_sha256(model))
-    # Started again, it is as it was. A longer run begins by removing it.
-    open_logger("--epochs", 9, step=2).complete(model)
-    assert "complete before; for a longer run raise --epochs" in capsys.readouterr().out
-    assert json.loads(path.read_text()) == summary
-    train(open_logger(step=2), 1, 3, 3)
+    assert 50 < summary["peak_memory_mb"][0] < 10_000, "MiB of this process"
+    # Started again, it is a run that is not complete, until it is.
+    again = open_logger("--seed", 5, step=2)
     assert not path.exists()
+    again.epoch(0, 2, [0, 0, 0], [50, 40, 50], 0.1, 0.0)
+    again.close(model)
+    assert json.loads(path.read_text())["train_seconds"] == summary["train_seconds"]
 
 
 @pytest.mark.parametrize(("loss", "correct", "name"), [("nan", 4, "loss"), (16, "inf", "accuracy")])
 def test_an_average_that_is_not_finite_ends_the_run(loss, correct, name, open_logger):
     logger = open_logger("--no-tensorboard")
-    for step in logger.progress(range(1, 2), 0):
-        with pytest.raises(
-            UserError, match=f"the {name} is (nan|inf) at step 1, which is not saved"
-        ):
-            logger.step(step, sums(float(loss), float(correct), 16), lr=0.1)
+    with pytest.raises(UserError, match=f"the {name} is (nan|inf), and nothing of this is saved"):
+        logger.step(1, [float(loss), float(correct), 16], lr=0.1)

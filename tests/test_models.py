@@ -38,27 +38,15 @@ def test_a_model_of_your_own_is_named_with_its_module():
         models.build("convent")
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_labels_of_minus_100_count_nowhere(smoothing):
-    outputs = torch.randn(6, 10, requires_grad=True)
+def test_labels_of_minus_100_count_nowhere():
+    outputs = torch.randn(6, 10)
     labels = torch.tensor([1, -100, int(outputs[2].argmax()), -100, 5, 7])
-    loss, sums = train_single.loss_and_sums(outputs, labels, smoothing)
-    expected = F.cross_entropy(outputs, labels, label_smoothing=smoothing)
-    torch.testing.assert_close(loss, expected)
     kept = labels != -100
+    loss = F.cross_entropy(outputs[kept], labels[kept], reduction="sum")
     correct = int((outputs.argmax(1) == labels)[kept].sum())
-    torch.testing.assert_close(sums, torch.tensor([4 * expected.item(), correct, 4]))
-    assert not sums.requires_grad
-    assert outputs.grad is None
-    loss.backward()
-    assert (outputs.grad.abs().sum(1) > 0).equal(kept)
-
-
-def test_a_batch_without_a_label_adds_nothing():
-    outputs = torch.randn(3, 10, requires_grad=True)
-    loss, sums = train_single.loss_and_sums(outputs, torch.full((3,), -100))
-    loss.backward()
-    assert (loss.item(), sums.tolist(), outputs.grad.abs().sum()) == (0, [0, 0, 0], 0)
+    sums = train_single.batch_sums(outputs, labels)
+    torch.testing.assert_close(sums, torch.tensor([loss.item(), correct, 4]))
+    assert train_single.batch_sums(outputs, torch.full((6,), -100)).tolist() == [0, 0, 0]
 
 
 class Watched(nn.Linear):

@@ -9,16 +9,21 @@ import train_ddp
 from tests.processes import ROOT, distance
 
 SUMS = 'SUMS = ("loss", "correct", "count")'
-LOSS = 'F.cross_entropy(outputs, labels, label_smoothing=smoothing, reduction="sum")'
+LOSS = "loss = F.cross_entropy(outputs, labels, label_smoothing=0.05)"
+SUM = 'loss = F.cross_entropy(outputs, labels, reduction="sum")'
 CORRECT = "correct = (outputs.argmax(1) == labels).sum()"
-STACK = "torch.stack([loss.detach(), correct, count])"
-PARTS = 'parts = {"model": raw_model, "optimizer": optimizer, "scaler": scaler}'
+STACK = "torch.stack([loss, correct, count])"
+PARTS = 'parts = {"model": model, "optimizer": optimizer, "scaler": scaler}'
 RATE = """for group in optimizer.param_groups:
-                group["lr"] = lr * optim.warmup_cosine(samples_seen, total_samples, warmup_samples)
+                group["lr"] = lr * optim.warmup_cosine(epochs_done, args.epochs, args.warmup_epochs)
             """
 STEP = "scaler.step(optimizer)"
 SCHEDULER = f"{PARTS}\n    scheduler = parts['scheduler'] = torch.optim.lr_scheduler."
-RATES = {RATE: "", "scaler.update()": "scaler.update()\n            scheduler.step()"}
+RATES = {
+    RATE: "",
+    "scaler.update()": "scaler.update()\n            scheduler.step()",
+    'group["lr"])': "scheduler.get_last_lr()[0])",
+}
 # What a user changes, for each wish: what is in the script, and what replaces it.
 WISHES = {
     "cosine": {PARTS: f"{SCHEDULER}CosineAnnealingLR(optimizer, T_max=60)"} | RATES,
@@ -26,22 +31,23 @@ WISHES = {
     "averaged weights": {
         PARTS: (
             f"{PARTS}\n    average = parts['average'] = torch.optim.swa_utils.AveragedModel(\n"
-            "        raw_model, avg_fn=lambda old, new, n: 0.9 * old + 0.1 * new, use_buffers=True)"
+            "        model, avg_fn=lambda old, new, n: 0.9 * old + 0.1 * new, use_buffers=True)"
         ),
-        STEP: f"{STEP}\n            average.update_parameters(raw_model)",
-        "in raw_model.buffers():": "in [*raw_model.buffers(), *average.buffers()]:",
-        "evaluate(raw_model,": "evaluate(average,",
+        STEP: f"{STEP}\n            average.update_parameters(model)",
+        "in model.buffers():": "in [*model.buffers(), *average.buffers()]:",
+        "evaluate(model,": "evaluate(average,",
     },
     "top 3": {
         SUMS: 'SUMS = ("loss", "correct", "top3", "count")',
-        STACK: "torch.stack([loss.detach(), correct, top3, count])",
+        STACK: "torch.stack([loss, correct, top3, count])",
         CORRECT: f"{CORRECT}\n    top3 = (outputs.topk(3).indices == labels[:, None]).any(1).sum()",
     },
     "regression": {
         SUMS: 'SUMS = ("loss", "error", "count")',
-        LOSS: 'F.mse_loss(outputs[:, 0], labels, reduction="sum")',
+        LOSS: "loss = F.mse_loss(outputs[:, 0], labels)",
+        SUM: 'loss = F.mse_loss(outputs[:, 0], labels, reduction="sum")',
         CORRECT: "error = (outputs[:, 0] - labels).abs().sum()",
-        STACK: "torch.stack([loss.detach(), error, count])",
+        STACK: "torch.stack([loss, error, count])",
     },
 }
 
@@ -94,7 +100,7 @@ def test_own_lines_are_stopped_and_resumed(data, rate, wishes, train, monkeypatc
     """In the middle of the second epoch. All parts of the checkpoint are equal to the bit."""
     monkeypatch.setattr(train_ddp, "train", changed_train(wishes))
     flags = ["--model", "tests.test_own:Network", "--dataset", f"tests.test_own:{data}"]
-    flags += ["--batch-size", 8, "--lr", rate, "--epochs", 2, "--lr-scaling", "none"]
+    flags += ["--batch-size", 8, "--lr", rate, "--epochs", 2]
     flags += ["--no-tensorboard", "--resume"]
     calm = train("calm", *flags, script="ddp", ranks=2)
     train("stopped", *flags, "--max-steps", 41, script="ddp", ranks=2)

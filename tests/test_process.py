@@ -1,6 +1,5 @@
-"""What the ranks compare before they train, and how a rank ends."""
+"""A process: its device and threads, and what the ranks compare before they train."""
 
-import atexit
 import os
 
 import pytest
@@ -8,8 +7,8 @@ import torch
 from torch.utils.data import Dataset
 
 from tests.helpers import ended, fork, in_group, parse
-from utils.distributed import check_same, end_process
 from utils.errors import UsageError
+from utils.process import check_same, select_devices, setup_device
 
 FIRST, SECOND = torch.tensor([0, 1]), torch.tensor([1, 1])
 
@@ -19,28 +18,30 @@ def compare(*ranks):
 
     def check(rank):
         flags, *labels = ranks[rank]
-        dataset = [(torch.rand(1), label) for label in labels]
+        dataset = [x if isinstance(x, dict) else (torch.rand(1), x) for x in labels]
         check_same(parse(*flags.split(), technique="ddp"), dataset)
 
     return in_group(check, len(ranks))
 
 
 def test_equal_ranks_pass_and_a_machine_may_have_its_own_folders_and_cores():
-    own = "--data-dir {0} --run-dir {0} --threads {0} --num-workers {0} --devices {0}"
+    own = "--data-dir {0} --run-dir {0} --threads {0} --num-workers {0}"
     ranks = [(own.format(rank), 5, torch.tensor(6), FIRST, [1, 2]) for rank in (1, 2, 3)]
     assert compare(*ranks) == [None] * 3
     # Of labels of another kind only the number is compared.
-    assert compare(("", 0.5, "cat", {"x": 1}), ("", float("nan"), "dog", {"x": 2})) == [None] * 2
+    image = torch.zeros(2, 2, dtype=torch.uint8)
+    assert compare(("", 0.5, "cat", image), ("", float("nan"), "dog", image + 1)) == [None] * 2
 
 
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
         ([("--lr 0.1",), ("--lr 0.1",), ("--lr 0.2",)], "rank 2 has --lr 0.2, rank 0 has 0.1"),
-        ([("--weight-decay 0.1",), ("",)], "rank 1 has --weight-decay 0.0005, rank 0 has 0.1"),
+        ([("--no-augment",), ("",)], "rank 1 has --augment True, rank 0 has False"),
         ([("", 1, 2), ("", 1)], r"rank 1 has the length of data set 0 1"),
         ([("", 1, 2), ("", 1, 3)], "the labels of data set 0"),
         ([("", FIRST), ("", SECOND)], "the labels of data set 0"),
+        ([("", {"x": 1, "y": 5}), ("", {"x": 1, "y": 6})], "the labels of data set 0"),
     ],
 )
 def test_a_rank_that_differs_is_named_on_every_rank(ranks, message):
@@ -82,14 +83,76 @@ def test_a_data_set_that_workers_read_is_not_opened_in_the_rank(workers):
     assert in_group(check, 1) == [True]
 
 
-def test_a_rank_ends_with_its_status_its_exit_handlers_and_its_files(tmp_path):
-    def end():
-        atexit._clear()  # those of pytest
-        atexit.register((tmp_path / "handler").touch)
-        file = (tmp_path / "file").open("w")
-        file.write("not flushed")
-        end_process(7)
+@pytest.fixture
+def offer(monkeypatch):
+    """Return a function that pretends a number of GPUs."""
 
-    assert ended(fork(end)) == [7]
-    assert (tmp_path / "handler").exists()
-    assert (tmp_path / "file").read_text() == "not flushed"
+    def pretend(count):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+    return pretend
+
+
+def test_a_cuda_build_without_a_gpu_uses_the_cpu(offer):
+    offer(0)
+    assert (
+        select_devices(parse())
+        == select_devices(parse("--device", "cpu"))
+        == [torch.device("cpu", 0)]
+    )
+    with pytest.raises(UsageError, match="--device cuda: torch finds no GPU"):
+        select_devices(parse("--device", "cuda"))
+
+
+def test_gpus_are_chosen_by_their_numbers(offer):
+    offer(3)
+    zero, one, two = (torch.device("cuda", index) for index in range(3))
+    assert select_devices(parse()) == [zero, one, two]
+    assert select_devices(parse("--devices", "2,0", technique="dp")) == [two, zero]
+    assert select_devices(parse("--device", "cpu")) == [torch.device("cpu", 0)]
+    with pytest.raises(UsageError, match="--devices 5: there are 3 GPUs"):
+        select_devices(parse("--devices", "5", technique="dp"))
+
+
+def test_each_rank_has_a_gpu_of_its_own(offer):
+    offer(3)
+    args = parse("--threads", "1", technique="ddp")
+    assert [setup_device(args, local_rank=rank).index for rank in range(3)] == [0, 1, 2]
+    with pytest.raises(UsageError, match="there is no GPU 3: start at most 3 processes"):
+        setup_device(args, local_rank=3)
+    offer(1)  # some launchers show each rank its own GPU only
+    assert setup_device(args, local_rank=3) == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "variable", "processes", "threads"),
+    [
+        (["--threads", "3"], "5", "1", 3),  # the flag before the variable
+        ([], "5", "1", 5),  # a number of the user's own is kept
+        ([], "1", "4", 2),  # torchrun's 1 is replaced by a fair share of 8 cores
+        ([], "1", "99", 1),
+    ],
+)
+def test_the_number_of_threads(flags, variable, processes, threads, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    before = torch.get_num_threads()
+    torch.set_num_threads(5)  # as OMP_NUM_THREADS=5 does at the start
+    setup_device(parse(*flags))
+    try:
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_deterministic_refuses_irreproducible_operations():
+    def check():
+        setup_device(parse("--threads", "1"))
+        assert not torch.are_deterministic_algorithms_enabled()
+        setup_device(parse("--threads", "1", "--deterministic"))
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+    assert ended(fork(check)) == [0]

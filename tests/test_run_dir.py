@@ -1,20 +1,20 @@
-"""The folder of a run: it belongs to one run, and --resume finds it."""
+"""The folder of a run: it belongs to one run, and nothing in it is overwritten."""
 
+import errno
+import fcntl
 import os
 import signal
 
 import pytest
 
 from tests.helpers import FORK, fork, parse
-from utils import files
 from utils.errors import UsageError
-from utils.files import open_run_dir
+from utils.run_dir import lock_file, open_run_dir
 
 
 @pytest.fixture(autouse=True)
 def _in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(files, "_locks", [])  # so that the locks end with the test
 
 
 def test_a_folder_belongs_to_one_process_until_it_ends():
@@ -48,30 +48,25 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="a/b holds a run: continue it with --resume"):
         open_run_dir(args)
     assert open_run_dir(parse("--run-dir", "a/b", "--resume")) == folder
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # a restart resumes, too
+    # A restart by torchrun resumes, too. Over c10d not every restart is counted, so it is enough
+    # that there may be one.
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     assert open_run_dir(args) == folder
 
 
-def test_resume_finds_the_latest_run_of_this_script(tmp_path, capsys):
-    args = parse("--resume", technique="dp")
-    with pytest.raises(UsageError, match="--resume: runs/ holds no run of this script"):
-        open_run_dir(args)
-    for name in ("dp-20260102-030405-9", "dp-20260203-040506-1", "single-20270101-000000-1"):
-        (tmp_path / "runs" / name / "checkpoints").mkdir(parents=True)
-    (tmp_path / "runs" / "dp-20280101-000000-1").mkdir()  # nothing was saved in it
-    assert open_run_dir(args).name == "dp-20260203-040506-1"
-    assert "latest run of this script is runs/dp-20260203-040506-1" in capsys.readouterr().out
-
-
-def test_resume_begins_in_a_folder_of_a_run_and_not_among_other_files(tmp_path, capsys):
+def test_a_resume_without_a_run_says_so_and_begins(capsys):
+    """A job that Slurm queues again has --resume from the start. Or the folder is misspelt."""
     args = parse("--run-dir", "a", "--resume")
     open_run_dir(args)
-    open_run_dir(args)
-    (tmp_path / "a" / "args.json").write_text("{}")
-    open_run_dir(args)
-    assert capsys.readouterr().err.count("a holds no checkpoint yet, so the run begins at") == 3
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos" / "1.jpg").touch()
-    with pytest.raises(UsageError, match="photos holds other files, and no run"):
-        open_run_dir(parse("--run-dir", "photos", "--resume"))
-    assert os.listdir("photos") == ["1.jpg"]
+    assert "a holds no checkpoint yet, so the run begins at step 0" in capsys.readouterr().err
+
+
+def test_a_file_system_without_locks_warns_and_goes_on(capsys, monkeypatch):
+    def refuse(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    os.close(lock_file(open_run_dir(parse("--run-dir", "a")) / "other", wait=True))
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "warning: a/.lock cannot be locked (No locks available), going on"
+    assert "a/other cannot be locked" in second

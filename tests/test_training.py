@@ -19,11 +19,11 @@ from utils.optim import warmup_cosine
 CONTRACT = """
     script technique dataset model world_size num_devices device batch_size global_batch_size epochs
     global_step seed test_correct test_count test_accuracy test_loss train_images_per_second
-    train_seconds weights_sha256 torch_version resumed_from
+    train_seconds data_seconds peak_memory_mb weights_sha256 torch_version resumed_from
 """
 # Data parallelism is an identity: the same global batch gives the same weights, but for the order
-# in which floats are added. Momentum and large steps would make that visible.
-PLAIN = ["--lr", 0.9, "--momentum", 0, "--no-augment", "--max-grad-norm", 0.5, "--epochs", 1.25]
+# in which floats are added.
+PLAIN = ["--lr", 0.3, "--no-augment", "--max-grad-norm", 0.5, "--epochs", 2, "--max-steps", 75]
 PLAIN += ["--model", "tests.user_code:double_network", "--log-every", 3]
 LAYOUTS = {
     "single": ["--batch-size", 32],
@@ -76,15 +76,19 @@ def check_report(technique, run, ranks, digits_dir):
     # The averages of an epoch are over its own samples, on all ranks.
     assert [row["train_count"] for row in run.rows] == [1920, 480]
     assert last["train_accuracy"] == last["train_correct"] / 480 > 0.5
-    assert {key: facts[key] for key in last} == last
-    assert json.loads((run.folder / "args.json").read_text())["lr"] == 0.9
+    whole_run = {
+        key: sum(row[key] for row in run.rows) for key in ("train_seconds", "data_seconds")
+    }
+    assert {key: facts[key] for key in last} == last | whole_run
+    assert 0 < facts["data_seconds"] < facts["train_seconds"]
+    assert json.loads((run.folder / "args.json").read_text())["lr"] == 0.3
 
 
 def check_same_weights(runs):
     """With another share for each process, accumulation, and a gradient that is clipped."""
     weights = {name: run.checkpoint["model"] for name, run in runs.items()}
     for technique in ("dp", "ddp"):
-        assert distance(weights["single"], weights[technique]) < 1e-10
+        assert distance(weights["single"], weights[technique]) < 1e-9
         for key in ("train_loss", "train_correct", "test_loss", "test_correct"):
             facts = {name: run.summary[key] for name, run in runs.items()}
             assert facts["single"] == pytest.approx(facts[technique], rel=1e-9), key
@@ -111,15 +115,15 @@ def check_tensorboard(run):
     rates = {event.step: event.value for event in board.Scalars(running[2])}
     assert [*rates] == [*range(3, STEPS + 1, 3)]
     for step, rate in rates.items():
-        shape = warmup_cosine((step - 1) * 32, 1.25 * 1920, 1920)
-        assert rate == pytest.approx(0.9 * 32 / 96 * shape, rel=1e-5)
+        shape = warmup_cosine((step - 1) * 32 / 1920, 2, 0.3)
+        assert rate == pytest.approx(0.3 * 32 / 96 * shape, rel=1e-5)
 
 
 @pytest.mark.parametrize(("amp", "norm"), [("fp16", 0.01), ("bf16", 0)])
 def test_clipping_bounds_the_true_gradient(amp, norm, train):
     """With fp16 the gradient is 65,536 times too long until it is unscaled. A norm of 0 is none."""
     flags = ["--model", "linear", "--amp", amp, "--max-grad-norm", norm, "--max-steps", 1]
-    run = train("run", *flags, "--weight-decay", 0, "--warmup-epochs", 0)
+    run = train("run", *flags, "--warmup-epochs", 0)
     torch.manual_seed(0)
     before, after = models.linear().state_dict(), run.checkpoint["model"]
     moved = torch.cat([(after[name] - before[name]).flatten() for name in before]).norm()
@@ -150,14 +154,14 @@ def test_the_defaults_reach_99_percent(mnist_dir, training):
 
 def test_flags_change_the_training(train, tmp_path):
     """Each of the first flags gives other weights than the defaults. The others change nothing."""
-    short = ["--model=mlp", "--epochs=0.2", "--batch-size=32", "--no-tensorboard"]
+    short = ["--model=mlp", "--max-steps=12", "--batch-size=32", "--warmup-epochs=0.1"]
+    short += ["--no-tensorboard"]
     plain = train("plain", *short)
     torch.manual_seed(0)
     torch.save(models.mlp().state_dict(), tmp_path / "weights.pt")
     changing = """
-        --lr=0.05  --lr-scaling=none  --momentum=0.5  --weight-decay=0.1  --label-smoothing=0.2
-        --warmup-epochs=0.05  --max-grad-norm=0.1  --grad-accum-steps=2  --no-augment  --seed=1
-        --amp=bf16  --epochs=0.3  --max-steps=5  --batch-size=16  --model=linear
+        --lr=0.05  --warmup-epochs=0.05  --max-grad-norm=0.1  --grad-accum-steps=2  --no-augment
+        --seed=1  --amp=bf16  --epochs=2  --max-steps=5  --batch-size=16  --model=linear
     """
     neutral = f"""
         --num-workers=1  --eval-batch-size=7  --save-every-steps=2  --log-every=1  --no-progress
@@ -183,7 +187,7 @@ def test_flags_of_ddp_reach_pytorch(train, tmp_path, monkeypatch):
 
     monkeypatch.setattr(train_ddp, "DistributedDataParallel", wrap)
     flags = ["--model", "tests.user_code:Partial", "--max-steps", 3]
-    with pytest.raises(RuntimeError, match="did not receive grad"):
+    with pytest.raises(RuntimeError, match="find_unused_parameters=True"):
         train("first", *flags, "--backend", "gloo", "--local_rank=0", script="ddp")
     flags += ["--bucket-cap-mb", 0.5, "--find-unused-parameters", "--local-rank", 0]
     train("second", *flags, "--timeout", 30, script="ddp")
@@ -197,7 +201,7 @@ def test_what_is_not_finite_is_not_saved(log_every, train):
     flags = ["--model", "mlp", "--no-tensorboard", "--save-every-steps", 2]
     run = train("run", *flags, "--max-steps", 4)
     more = ["--resume", "--lr", 1e9, "--max-grad-norm", 0, "--log-every", log_every]
-    with pytest.raises(UserError, match="is not saved: choose a lower --lr"):
+    with pytest.raises(UserError, match=r"(is not|nothing of this is) saved: choose a lower --lr"):
         train("run", *flags, *more)
     assert run.checkpoint["position"]["step"] >= 4
     assert all(value.isfinite().all() for value in run.checkpoint["model"].values())
