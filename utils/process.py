@@ -39,7 +39,7 @@ def select_devices(args: argparse.Namespace) -> list[torch.device]:
     if args.device == "cpu" or count == 0:
         if getattr(args, "sync_bn", False):
             raise UsageError("--sync-bn needs GPUs: PyTorch's SyncBatchNorm does not run on CPUs")
-        return [torch.device("cpu", 0)]
+        return [torch.device("cpu")]
     indices = getattr(args, "devices", None) or range(count)
     if max(indices) >= count:
         raise UsageError(f"--devices {max(indices)}: there are {count} GPUs, numbered from 0")
