@@ -3,7 +3,8 @@
 #
 #   HOSTS="node0 node1" scripts/run_ssh.sh --epochs 5
 #
-# The machines need this folder under the same path, the same packages, and ssh without a password.
+# The machines need this folder under the same path, the same packages (in its .venv, or in the PATH
+# that ssh sets), and ssh without a password or a question about their keys.
 # Ctrl-C, SIGTERM and a closed terminal stop all of them, and so does a machine that fails: each
 # saves and ends. What they print is marked with their name. Settings are environment variables:
 #   HOSTS   host names, separated by blanks; the first one is machine 0
@@ -23,6 +24,7 @@ done
 jobs=() keys=() status=0 deadline=$((SECONDS + 10 ** 9))
 stop_all() { # with the exit status $1
     ((status > 0)) || status=$1
+    echo "run_ssh.sh: all machines stop, which takes a minute at most" >&2
     # On the terminals that -tt makes this byte is Ctrl-C.
     for key in "${keys[@]}"; do printf '\003' >&"$key"; done
     deadline=$((SECONDS + 60)) # for those that do not answer
@@ -37,7 +39,7 @@ for node in "${!hosts[@]}"; do
     exec {key}<>"$folder/$node"
     command=$(printf '%q ' env "${settings[@]}" "NODE_RANK=$node" scripts/run_torchrun.sh "$@")
     "${ssh[@]}" -tt "${hosts[node]}" "cd $(printf '%q' "$PWD") && $command" \
-        <"$folder/$node" > >(sed -u "s/^/[${hosts[node]}] /; s/\r//g") 2>&1 &
+        <"$folder/$node" > >(trap '' INT && exec sed -u "s/^/[${hosts[node]}] /; s/\r//g") 2>&1 &
     jobs+=($!) keys+=("$key")
 done
 while ((${#jobs[@]} > 0)); do
@@ -49,7 +51,7 @@ while ((${#jobs[@]} > 0)); do
         wait "${jobs[node]}" || ended=$?
         unset "jobs[node]"
         if ((ended > 0 && status == 0)); then
-            echo "run_ssh.sh: ${hosts[node]} ended with status $ended, so the others stop" >&2
+            echo "run_ssh.sh: ${hosts[node]} ended with status $ended" >&2
             stop_all "$ended"
         fi
     done
