@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Train on one device, with DataParallel and with DDP, half an epoch each, and compare them. Without
-# two GPUs a device is a core of the CPU.
+# Train on one device, with DataParallel and with DDP, half an epoch each, and compare them. A device
+# is a GPU, of which two are used if there are two. Without a GPU it is a core of the CPU.
 #
 #   ./scripts/quickstart.sh [flag of the training scripts...]
 #
@@ -33,8 +33,10 @@ print(torch.cuda.device_count(), args.dataset)
 END
 )
 read -r gpus dataset <<<"$found"
-one=(--device cpu --threads 1) two=("${one[@]}")
-if ((gpus > 1)); then one=(--devices 0) two=(--devices "0,1"); fi
+devices=$((gpus == 1 ? 1 : 2)) where=() dp=()
+((gpus > 0)) || where=(--device cpu --threads 1)
+# On CPU cores, or one GPU, nn.DataParallel has one device, and only calls the model.
+((gpus < 2)) || dp=(--devices "0,1")
 folder=runs/quickstart-$(date +%Y%m%d-%H%M%S)
 torchrun=("$PYTHON" -m torch.distributed.run --standalone --nproc_per_node)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # or torchrun says that it sets it
@@ -42,13 +44,12 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # or torchrun says that it sets it
 # train NAME COMMAND...: run a training script with the flags that all of them have.
 train() {
     printf '\n%s\n' "${*:2}"
-    "${@:2}" --run-dir "$folder/$1" --epochs 0.5 "${flags[@]}"
+    "${@:2}" --run-dir "$folder/$1" --max-steps 312 "${where[@]}" "${flags[@]}"
 }
 flags=("$@" --dataset "$dataset")
-train single "$PYTHON" train_single.py --batch-size 96 "${one[@]}"
-# On CPU cores nn.DataParallel is no technique: it has one device, and only calls the model.
-train dp "$PYTHON" train_dp.py --batch-size $((gpus > 1 ? 48 : 96)) "${two[@]}"
-train ddp "${torchrun[@]}" 2 train_ddp.py --batch-size 48 "${two[@]}"
+train single "$PYTHON" train_single.py --batch-size 96
+train dp "$PYTHON" train_dp.py --batch-size $((gpus > 1 ? 48 : 96)) "${dp[@]}"
+train ddp "${torchrun[@]}" "$devices" train_ddp.py --batch-size $((96 / devices))
 echo
 "$PYTHON" scripts/tools/benchmark.py --runs "$folder"/{single,dp,ddp}
 
