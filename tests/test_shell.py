@@ -49,10 +49,11 @@ def test_an_environment_is_used_as_it_is_and_another_is_left_alone(copy):
 
 def test_run_torchrun_is_one_machine_or_one_of_several(tmp_path):
     path = fake(tmp_path, "torchrun", 'echo "$PET_SIGNALS_TO_HANDLE"; printf "%s\\n" "$@"')
+    path = path.replace(":", f":{Path(sys.executable).parent}:", 1)  # torchrun's python3
     command = ["env", f"PATH={path}", SCRIPTS / "run_torchrun.sh", "--lr", "1 2"]
     signals, *words = succeed(*command).stdout.splitlines()
     assert "SIGUSR1" in signals
-    assert words == ["--standalone", "--nproc_per_node", "auto", "train_ddp.py", "--lr", "1 2"]
+    assert words == ["--standalone", "--nproc_per_node", "2", "train_ddp.py", "--lr", "1 2"]
     several = {"NNODES": "2", "HOST0": "a", "NODE_RANK": "1", "NPROC_PER_NODE": "8"}
     words = succeed(*command, **several).stdout.split()
     given = dict(itertools.pairwise(words))
@@ -61,6 +62,13 @@ def test_run_torchrun_is_one_machine_or_one_of_several(tmp_path):
     ended = run(*command, NNODES="2", HOST0="a")
     assert ended.status != 0
     assert "NODE_RANK: is needed with NNODES" in ended.stderr
+
+
+def test_a_machine_without_torchrun_says_so(copy):
+    path = fake(copy / "fakes", "nothing", "")
+    ended = run("env", f"PATH={path}", copy / "scripts" / "run_torchrun.sh")
+    assert ended.status == 127
+    assert f"has no torchrun in its PATH, nor in {copy}/.venv/bin" in ended.stderr
 
 
 SSH = """
@@ -76,7 +84,7 @@ def test_run_ssh_starts_every_host_and_stops_all_if_one_fails(tmp_path):
     settings = {"SSH": str(tmp_path / "ssh"), "HOSTS": "me@good bad"}
     ended = run(SCRIPTS / "run_ssh.sh", "--lr", "1 2", **settings)
     assert ended.status == 3, ended.text
-    assert "bad ended with status 3, so the others stop" in ended.stderr
+    assert "bad ended with status 3" in ended.stderr
     assert "[me@good] me@good was interrupted" in ended.stdout
     node = "NNODES=2 HOST0=good NODE_RANK={} scripts/run_torchrun.sh --lr 1\\ 2"
     assert f"[me@good] me@good gets cd {ROOT} && env {node.format(0)}" in ended.stdout
@@ -84,41 +92,54 @@ def test_run_ssh_starts_every_host_and_stops_all_if_one_fails(tmp_path):
 
 
 SRUN = """
-echo "srun $*"
-trap 'trap "" USR1; sleep 1; exit 3' USR1
+shift
+export SLURM_NODEID=0
+"$@"
+trap 'trap "" USR1; sleep 1; [[ $* != *--save* ]] || touch runs/slurm-10123/last.pt; exit 3' USR1
 touch started
 while [[ $* == *--endless* ]]; do sleep 0.1; done
 """
-SCONTROL = 'if [[ $1 == show ]]; then printf "node7\\nnode8\\n"; else echo "scontrol $*"; fi'
+SCONTROL = """
+case $* in
+    "show hostnames "*) printf "node7\\nnode8\\n" ;;
+    "show node node7") printf "NodeName=node7\\n   NodeAddr=10.0.0.7 NodeHostName=node7\\n" ;;
+    *) echo "scontrol $*" ;;
+esac
+"""
 
 
 def test_a_job_of_slurm_is_queued_again_after_its_time_limit(tmp_path):
     """With commands that only pretend. Slurm sends USR1 when 90 seconds are left."""
     path = fake(tmp_path / "fakes", "srun", SRUN)
     fake(tmp_path / "fakes", "scontrol", SCONTROL)
+    fake(tmp_path / "fakes", "torchrun", 'echo "$@"')
     job = {"SLURM_JOB_ID": "10123", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[7-8]"}
     command = ["env", f"PATH={path}", SCRIPTS / "slurm.sbatch", "--lr", "0.2"]
     words = succeed(*command, cwd=tmp_path, **job).stdout.split()
     assert "scontrol" not in words, "nothing stopped it"
     given = dict(itertools.pairwise(words))
-    assert (given["--nnodes"], given["--rdzv_endpoint"]) == ("2", "node7:20123")
+    assert (given["--nnodes"], given["--node_rank"]) == ("2", "0")
+    assert (given["--master_addr"], given["--master_port"]) == ("10.0.0.7", "20123")
     assert (given["--run-dir"], given["--lr"]) == ("runs/slurm-10123", "0.2")
     assert "--resume" in words
 
-    def stop():
+    def stop(*flags):
         (tmp_path / "started").unlink()
-        process = start(*command, "--endless", cwd=tmp_path, **job)
+        process = start(*command, "--endless", *flags, cwd=tmp_path, **job)
         wait_until((tmp_path / "started").exists, process)
         process.send_signal(signal.SIGUSR1)
         time.sleep(0.3)
         process.send_signal(signal.SIGUSR1)  # Slurm may send it again while the script saves
         return finish(process)
 
-    ended = stop()
-    assert (ended.status, ended.stdout.splitlines()[-1]) == (3, "scontrol requeue 10123")
+    assert "so the job is not queued again" in stop().stdout, "it would begin at step 0 for ever"
     (tmp_path / "runs" / "slurm-10123").mkdir(parents=True)
+    ended = stop("--save")
+    assert (ended.status, ended.stdout.splitlines()[-1]) == (3, "scontrol requeue 10123")
+    time.sleep(1)  # the file has to be older than the next attempt
+    assert "scontrol" not in stop().stdout, "only an earlier attempt has saved something"
     (tmp_path / "runs" / "slurm-10123" / "summary.json").touch()
-    assert "requeue" not in stop().stdout, "the run is complete"
+    assert "scontrol" not in stop("--save").stdout, "the run is complete"
 
 
 QUICKSTART = """
@@ -136,16 +157,19 @@ def test_quickstart_trains_with_equal_conditions_and_says_how_to_go_on(copy):
     script = copy / "scripts" / "quickstart.sh"
     ended = succeed("env", f"PATH={path}", script, "--lr", "0.2", cwd=copy)
     runs = [line for line in ended.stdout.splitlines() if line.startswith("ran ")]
-    wanted = [("single", "0 ", 96), ("dp", "0,1", 48), ("ddp", "0,1", 48)]
-    for line, (name, devices, batch_size) in zip(runs[:3], wanted, strict=True):
+    wanted = [("single", "", 96), ("dp", "--devices 0,1", 48), ("ddp", "--nproc_per_node 2", 48)]
+    for line, (name, flags, batch_size) in zip(runs[:3], wanted, strict=True):
         assert f"train_{name}.py" in line
-        assert f"--devices {devices}" in line
+        assert flags in line
         assert f"--batch-size {batch_size} " in line
-        assert "--epochs 0.5 --lr 0.2 --dataset mnist" in line
+        assert "--lr 0.2 --dataset mnist" in line
     assert runs[3].startswith("ran scripts/tools/benchmark.py --runs runs/quickstart-")
-    for gpus, launched in ((0, 2), (1, 1), (2, 2)):
+    for gpus, processes in ((0, 2), (1, 1)):
         ended = succeed("env", f"PATH={path}", script, cwd=copy, GPUS=str(gpus))
-        launcher = f"torchrun --standalone --nproc_per_node {launched}"
+        runs = [line for line in ended.stdout.splitlines() if line.startswith("ran ")]
+        assert ["--device cpu" in line for line in runs[:3]] == [gpus == 0] * 3
+        launcher = f"torchrun --standalone --nproc_per_node {processes}"
+        assert f"{processes} train_ddp.py --batch-size {96 // processes} " in runs[2]
         assert f"{launcher} train_ddp.py --dataset mnist" in ended.stdout
 
 
