@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from scripts.tools import benchmark, doctor
-from tests.processes import ROOT, finish, start, succeed, torchrun
+from tests.processes import ROOT, finish, run, start, succeed, torchrun
 
 DOCTOR = ROOT / "scripts" / "tools" / "doctor.py"
 BENCHMARK = ROOT / "scripts" / "tools" / "benchmark.py"
@@ -17,8 +17,14 @@ BENCHMARK = ROOT / "scripts" / "tools" / "benchmark.py"
 def healthy(rank):
     """Return the facts of one of four ranks, on two machines with two GPUs each."""
     host = f"node{rank // 2}"
-    facts = {"host": host, "versions": "torch 2.15", "address": "10.0.0.1", "interface": None}
-    facts |= {"name_leads_to": "10.0.0.1", "shm": 1024, "files": 1024}
+    facts = {"host": host, "versions": "torch 2.15", "interface": None, "shm": 1024}
+    # The connection to rank 0's store. Rank 0 serves it, and sees none of its own.
+    facts |= {"name_leads_to": f"10.0.0.{rank // 2 + 1}"}
+    facts |= (
+        {"address": None, "master": None}
+        if rank == 0
+        else {"address": facts["name_leads_to"], "master": "10.0.0.1"}
+    )
     return facts | {"gpu": f"GPU {rank % 2} of {host}", "free": 79.0, "memory": 80.0}
 
 
@@ -26,9 +32,9 @@ def healthy(rank):
     ("rank", "changes", "words"),
     [
         (3, {"versions": "torch 2.14"}, "error: ranks [3] have torch 2.14: install"),
-        (2, {"name_leads_to": "nowhere"}, "error: on node1 the name node1 leads to nowhere"),
+        (2, {"name_leads_to": None}, "warning: on node1 the name node1 leads to no address"),
+        (0, {"name_leads_to": "127.0.1.1"}, "warning: on node0 the name node0 leads to 127.0.1.1"),
         (2, {"shm": 64}, "warning: 64 MiB free in /dev/shm of node1"),
-        (2, {"files": 256}, "warning: node1 allows 256 open files"),
         (3, {"free": 9.0}, "warning: 9 of 80 GiB free on GPU 1 of node1: nvidia-smi"),
         (3, {"gpu": "GPU 0 of node1"}, "error: ranks [2, 3] have GPU 0 of node1: each"),
     ],
@@ -64,13 +70,40 @@ def test_the_doctor_names_who_is_missing_and_who_came_twice():
     assert (first.text + again.text + also.text).count("\n") == 2, "a line each"
 
 
+def test_the_doctor_names_the_address_that_other_machines_see():
+    """On Debian the name of a machine leads to 127.0.1.1, also if it is MASTER_ADDR."""
+    ranks = [healthy(rank) for rank in range(4)]
+    ranks[0] |= {"name_leads_to": "127.0.1.1", "address": "127.0.0.1", "master": "127.0.1.1"}
+    (warning,) = (line for line in doctor.examine(ranks) if line.startswith("warning"))
+    assert "write 10.0.0.1 into its /etc/hosts" in warning
+
+
 @pytest.mark.slow
-def test_the_doctor_measures_under_torchrun():
-    told = succeed(*torchrun(2, DOCTOR)).stdout
-    assert f"ok: ranks [0, 1] are on {socket.gethostname()}, where gloo uses " in told
-    *_, measured = told.splitlines()
-    assert measured.startswith("ok: gloo: ")
-    assert measured.endswith(" GB/s for 4 MiB")
+def test_the_doctor_does_not_wait_for_a_program_that_says_nothing():
+    """Another program may have the port. PyTorch's store would wait for its answer for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+        ended = run(sys.executable, DOCTOR, "--timeout", 1, RANK="1", WORLD_SIZE="2", **place)
+    assert ended.status == 1
+    assert "another program answers at 127.0.0.1" in ended.stderr
+    assert ended.text.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_the_doctor_measures_and_judges_under_torchrun():
+    ended = succeed(*torchrun(2, DOCTOR, "--pairs"))
+    lines = ended.stdout.splitlines()
+    assert f"ok: ranks [0, 1] are on {socket.gethostname()} " in ended.stdout
+    sizes = [line.split()[2] for line in lines if line.startswith("gloo all-reduce ")]
+    assert sizes == ["8", "256", "8,192", "262,144", "8,388,608", "268,435,456"]
+    assert lines[-2].startswith("rank 0 on ")
+    assert lines[-1] == "OK"
+    ended = run(*torchrun(2, DOCTOR, "--json", "--min-gbps", 1e6))
+    assert ended.status == 1
+    found = json.loads(ended.stdout)
+    assert not found["ok"]
+    assert found["findings"][-1].startswith("error: below 1e+06 GB/s: gloo all-reduce 268,435,456")
+    assert [row["bytes"] for row in found["rows"]] == doctor.SIZES
 
 
 PRETENDER = """

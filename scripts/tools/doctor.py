@@ -8,20 +8,27 @@ is missing. So start the doctor without torchrun, on each machine with another R
 
     RANK=1 WORLD_SIZE=2 MASTER_ADDR=node0 MASTER_PORT=29500 python scripts/tools/doctor.py
 
-Rank 0 prints a line for each finding. The exit status is 1 if one of them is an error.
+Rank 0 prints a line for each finding, and measures an all-reduce of each size, over NCCL if there
+are GPUs, and over gloo otherwise. The bandwidth is what nccl-tests calls bus bandwidth: the bytes
+that a ring sends over each link, per second. The last line is OK or FAILED, and the exit status of
+all ranks is 0 or 1. So a prolog of Slurm can examine its node, and refuse it:
+
+    torchrun --standalone --nproc_per_node gpu scripts/tools/doctor.py --min-gbps 100
+
+This file runs alone, in a copy too.
 """
 
 import argparse
+import itertools
 import json
 import os
-import resource
 import socket
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -31,103 +38,121 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 import torch
 import torch.distributed as dist
 
+Facts = dict[str, Any]
+
 RANK, LOCAL_RANK = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 HOST, ADDRESS = socket.gethostname(), os.environ.get("MASTER_ADDR", "localhost")
 PORT = int(os.environ.get("MASTER_PORT", 0))  # 0: one that is free
 SHM_MIB = 512  # a container has 64 by default
-OPEN_FILES = 1024  # what most systems allow a process
+LOOPBACK = ("127.", "::1")  # how addresses begin that only the machine itself can use
+SIZES = [8 * 32**i for i in range(6)]  # bytes, from 8 to 256 MiB
+
+
+class Failure(Exception):
+    """Why this process cannot go on, or nothing if another rank says it."""
 
 
 def stop(text: str) -> NoReturn:
-    """Print ``text`` and end this process, even if its main thread is stuck in C++."""
-    print(f"doctor.py: error: rank {RANK} on {HOST}: {text}", file=sys.stderr, flush=True)
-    os._exit(1)
+    raise Failure(f"doctor.py: error: rank {RANK} on {HOST}: {text}")
 
 
-@contextmanager
-def limit(seconds: float, text: str) -> Iterator[None]:
-    """Stop with ``text`` if the block takes longer. Not every call of PyTorch has a limit."""
-    timer = threading.Timer(seconds, stop, [text])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+# Until when the next step may last, and what to say then. main() watches it.
+deadline: list[Any] = [float("inf"), ""]
 
 
-def connect(seconds: float) -> dist.Store:
-    """Return the store at MASTER_ADDR and MASTER_PORT. Rank 0 serves it, or torchrun does."""
+def limit(seconds: float, text: str) -> None:
+    """End the process with ``text`` if its next step takes longer. Some have no limit of theirs."""
+    deadline[:] = time.monotonic() + seconds, text
+
+
+def lookup(name: str) -> str | None:
+    """Return the first address of a name, of IPv4 or IPv6, or None."""
+    with suppress(OSError):
+        return str(socket.getaddrinfo(name, None)[0][4][0])
+    return None
+
+
+def connect(seconds: float) -> tuple[dist.Store, Facts]:
+    """Return the store at MASTER_ADDR and MASTER_PORT, and the two addresses of the connection.
+
+    Rank 0 serves the store, or torchrun does. A rank that serves it knows no addresses.
+    """
     is_server = RANK == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    where, end = f"{ADDRESS}:{PORT} (MASTER_ADDR, MASTER_PORT)", time.monotonic() + seconds
+    where = f"{ADDRESS}:{PORT} (MASTER_ADDR, MASTER_PORT)"
+    addresses: Facts = {"address": None, "master": None}
+    found = lookup(ADDRESS)
+    if found is None:
+        stop(f"MASTER_ADDR={ADDRESS} is no name that this machine knows: use rank 0's address")
+    own = f", which is always the machine itself ({found})" * found.startswith(LOOPBACK)
+    limit(seconds, "")
     while not is_server:
         try:
-            socket.create_connection((ADDRESS, PORT), timeout=2).close()
+            with socket.create_connection((ADDRESS, PORT), timeout=2) as link:
+                addresses = {"address": link.getsockname()[0], "master": link.getpeername()[0]}
             break
         except OSError as error:
-            if time.monotonic() > end:
-                stop(f"no rank 0 at {where}, {error}: was it started? Does a firewall block it?")
+            deadline[1] = f"no rank 0 at {where}{own}, {error}: not started, or a firewall?"
             time.sleep(0.2)
     doubt = f"does MASTER_ADDR={ADDRESS} lead to this machine? {PORT} may be in use on the other"
     if not is_server:
         doubt = f"another program answers at {where}: choose another MASTER_PORT"
     timeout = timedelta(seconds=seconds)
+    limit(seconds + 5, doubt)
     try:
-        with limit(seconds + 5, doubt):
-            store = dist.TCPStore(ADDRESS, PORT, None, is_server, timeout, wait_for_workers=False)
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps the store
-            return dist.PrefixStore(f"doctor {attempt}", store)
+        store = dist.TCPStore(ADDRESS, PORT, None, is_server, timeout, wait_for_workers=False)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             doubt = f"port {PORT} is in use, by another program or a second rank 0: choose another"
         stop(doubt)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps the store
+    return dist.PrefixStore(f"doctor {attempt}", store), addresses
 
 
 def call_the_roll(store: dist.Store, seconds: float) -> None:
-    """Wait for all ranks, and name those that did not come, or came twice."""
+    """Wait for all ranks, and name those that did not come, came twice, or count otherwise."""
+    limit(3 * seconds, "a rank does not answer")
     me = f"process {os.getpid()} on {HOST}"
     number = store.add(f"processes of rank {RANK}", 1)
-    store.set(f"{RANK}/{number}", me)
+    store.set(f"{RANK}/{number}", json.dumps([me, WORLD_SIZE]))
     if number > 1:
-        first = store.get(f"{RANK}/1").decode()
+        first, _ = json.loads(store.get(f"{RANK}/1"))
         stop(f"this rank was started twice, {first} and {me}: give each process its own RANK")
+    missing = ""
     try:
         store.wait([f"{r}/1" for r in range(WORLD_SIZE)], timedelta(seconds=seconds))
     except RuntimeError:
-        with suppress(RuntimeError):  # rank 0 has ended, after it said the same
-            came = [r for r in range(WORLD_SIZE) if store.check([f"{r}/1"])]
-            there = "; ".join(f"{r}: {store.get(f'{r}/1').decode()}" for r in came)
-            if came[0] == RANK:
-                missing = ", ".join(str(r) for r in range(WORLD_SIZE) if r not in came)
-                stop(
-                    f"missing after {seconds:g} s: rank {missing} of {WORLD_SIZE}. Were they"
-                    f" started, with this MASTER_ADDR and WORLD_SIZE? Those here are {there}"
-                )
-        os._exit(1)
+        missing = f"missing after {seconds:g} s: rank "
+    try:
+        came = [r for r in range(WORLD_SIZE) if store.check([f"{r}/1"])]
+        names, sizes = zip(*(json.loads(store.get(f"{r}/1")) for r in came), strict=True)
+    except RuntimeError:  # rank 0 has ended, after it said the same
+        raise Failure from None
+    there = "; ".join(f"{r}: {name}" for r, name in zip(came, names, strict=True))
+    if len(set(sizes)) > 1:
+        stop(f"the ranks have different WORLD_SIZE, {dict(zip(came, sizes, strict=True))}: {there}")
+    if missing and came[0] == RANK:
+        missing += ", ".join(str(r) for r in range(WORLD_SIZE) if r not in came)
+        if (lookup(ADDRESS) or "").startswith(LOOPBACK):
+            there += f". Other machines do not find this one by MASTER_ADDR={ADDRESS}"
+        stop(f"{missing} of {WORLD_SIZE}. Started, with this MASTER_ADDR? Those here are {there}")
+    if missing:
+        raise Failure
 
 
-def find_facts() -> dict[str, Any]:
+def find_facts() -> Facts:
     """Return what this rank knows of its machine and of its GPU."""
-    name_leads_to = "nowhere"
-    with suppress(OSError):
-        name_leads_to = socket.gethostbyname(HOST)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((ADDRESS, PORT))  # sends nothing, but chooses the address to send from
-        address = probe.getsockname()[0]
     shm = os.statvfs("/dev/shm")
-    facts = {
+    facts: Facts = {
         "host": HOST,
         "versions": f"torch {torch.__version__}",
-        "address": address,
-        "name_leads_to": name_leads_to,
+        "name_leads_to": lookup(HOST),
         "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
         "shm": shm.f_bavail * shm.f_frsize // 2**20,
-        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "gpu": "no GPU",
     }
     if torch.cuda.is_available():
-        index = LOCAL_RANK % torch.cuda.device_count()  # as train_ddp.py chooses it
+        index = LOCAL_RANK % torch.cuda.device_count()  # if a launcher shows each rank one GPU
         torch.cuda.set_device(index)
         properties = torch.cuda.get_device_properties(index)
         facts["versions"] += f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
@@ -136,7 +161,7 @@ def find_facts() -> dict[str, Any]:
     return facts
 
 
-def ranks_by(name: str, ranks: list[dict[str, Any]]) -> dict[str, list[int]]:
+def ranks_by(name: str, ranks: list[Facts]) -> dict[str, list[int]]:
     """Return which ranks have each value of a fact."""
     found: dict[str, list[int]] = {}
     for rank, facts in enumerate(ranks):
@@ -144,7 +169,28 @@ def ranks_by(name: str, ranks: list[dict[str, Any]]) -> dict[str, list[int]]:
     return found
 
 
-def examine(ranks: list[dict[str, Any]]) -> Iterator[str]:
+def examine_name(facts: Facts, ranks: list[Facts]) -> Iterator[str]:
+    """Yield a warning if a machine's own name does not lead to an address that others can use."""
+    host, leads_to = facts["host"], facts["name_leads_to"]
+    others = [other for other in ranks if other["host"] != host]
+    if leads_to is None and not others:
+        yield (
+            f"warning: {host} does not know its own name, so torchrun --standalone may wait for"
+            " minutes: write the name into /etc/hosts, or pass --local-addr 127.0.0.1"
+        )
+    if others and not facts["interface"] and (leads_to is None or leads_to.startswith(LOOPBACK)):
+        # A connection to itself does not show an address that others can use.
+        address = facts["address"]
+        if address is None or address.startswith(LOOPBACK):
+            address = others[0]["master"]
+        yield (
+            f"warning: on {host} the name {host} leads to {leads_to or 'no address'}, where the"
+            f" others do not find what gloo offers (on CPUs): write {address} into its /etc/hosts,"
+            " or set GLOO_SOCKET_IFNAME there to the interface with this address (ip addr)"
+        )
+
+
+def examine(ranks: list[Facts]) -> Iterator[str]:
     """Yield the findings about the facts of all ranks. Each begins with its gravity."""
     versions, hosts, gpus = (ranks_by(name, ranks) for name in ("versions", "host", "gpu"))
     for version, users in versions.items():
@@ -152,22 +198,13 @@ def examine(ranks: list[dict[str, Any]]) -> Iterator[str]:
         yield f"{state}: ranks {users} have {version}{advice}"
     for host, users in hosts.items():
         facts = ranks[users[0]]
-        gloo = facts["interface"] or facts["name_leads_to"]
-        if len(hosts) > 1 and gloo.startswith(("127.", "nowhere")):
-            yield (
-                f"error: on {host} the name {host} leads to {gloo}, where gloo waits, and the other"
-                f" machines do not find it: write {facts['address']} into its /etc/hosts, or set"
-                " GLOO_SOCKET_IFNAME there to the interface with this address (ip addr)"
-            )
-        else:
-            yield f"ok: ranks {users} are on {host}, where gloo uses {gloo}"
+        yield f"ok: ranks {users} are on {host} ({facts['name_leads_to'] or 'no address'})"
+        yield from examine_name(facts, ranks)
         if facts["shm"] < SHM_MIB:
             yield (
                 f"warning: {facts['shm']} MiB free in /dev/shm of {host}, for loader workers and"
                 " NCCL: docker run --shm-size 1g (Kubernetes: an emptyDir with medium: Memory)"
             )
-        if facts["files"] < OPEN_FILES:
-            yield f"warning: {host} allows {facts['files']} open files a process: ulimit -n 65536"
     for gpu, users in gpus.items():
         facts = ranks[users[0]]
         has_gpu = gpu != "no GPU"
@@ -179,71 +216,136 @@ def examine(ranks: list[dict[str, Any]]) -> Iterator[str]:
         yield f"{state}: ranks {users} have {gpu}{advice}"
 
 
-def measure(backend: str) -> str:
-    """Return latency and bandwidth of an all-reduce, in words. Collective.
+def measure_all_reduce(size: int, device: torch.device) -> float:
+    """Return the seconds of an all-reduce of ``size`` bytes. Collective.
 
     Raises:
         RuntimeError: what PyTorch says, or the sum is wrong.
     """
-    n, medians, device = WORLD_SIZE, [], "cpu" if backend == "gloo" else "cuda"
-    group: Any = dist.new_group(backend=backend)
-    large = 2**22 if backend == "gloo" else 2**26
-    for size in (4, large):
-        seconds = []
-        for _ in range(6):
-            values = torch.full([size // 4], RANK + 1.0, device=device)
-            values[0].item()  # waits for the GPU
-            start = time.perf_counter()
-            dist.all_reduce(values, group=group)
-            values[0].item()
-            seconds.append(time.perf_counter() - start)
-            if not (values == n * (n + 1) / 2).all():
-                raise RuntimeError("the sum is wrong")
-        medians.append(statistics.median(seconds[1:]))  # the first one connects
-    rate = 2 * (n - 1) / n * large / medians[1] / 1e9  # what a ring sends over each link
-    return f"{1e6 * medians[0]:,.0f} us for 4 bytes, {rate:,.2f} GB/s for {large // 2**20} MiB"
+    seconds = []
+    for _ in range(21 if size < 2**20 else 6):
+        values = torch.full([size // 4], RANK + 1.0, device=device)
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(values)
+        values[0].item()  # waits for the GPU
+        seconds.append(time.perf_counter() - start)
+        if not (values == WORLD_SIZE * (WORLD_SIZE + 1) / 2).all():
+            raise RuntimeError("the sum of an all-reduce is wrong")
+    return statistics.median(seconds[1:])  # the first one connects
+
+
+def measure_pair(first: int, second: int, device: torch.device) -> float:
+    """Return in how many seconds two ranks send the largest size to and fro. Collective."""
+    values = torch.ones(SIZES[-1] // 4, device=device)
+    seconds = []
+    for _ in range(4):
+        dist.barrier()
+        start = time.perf_counter()
+        if first == RANK:
+            dist.send(values, second)
+            dist.recv(values, second)
+        if second == RANK:
+            dist.recv(values, first)
+            dist.send(values, first)
+        dist.barrier()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
+
+
+def measure(args: argparse.Namespace, store: dist.Store, ranks: list[Facts]) -> Iterator[Facts]:
+    """Yield the rows of the table, then those of the pairs, as this rank sees them. Collective."""
+    backend = args.backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    device = torch.device("cpu" if backend == "gloo" else f"cuda:{torch.cuda.current_device()}")
+    timeout = timedelta(seconds=args.timeout)
+    gpu = device if device.type == "cuda" else None
+    dist.init_process_group(
+        backend, timeout=timeout, world_size=WORLD_SIZE, rank=RANK, store=store, device_id=gpu
+    )
+
+    def row(name: str, size: int, sent: float, seconds: float) -> Facts:
+        gbps = sent / seconds / 1e9
+        text = f"{name} {size:>11,} B {seconds * 1e6:>11,.0f} us {gbps:8,.2f} GB/s"
+        return {"name": name, "bytes": size, "us": seconds * 1e6, "gbps": gbps, "text": text}
+
+    for size in SIZES:
+        sent = 2 * (WORLD_SIZE - 1) / WORLD_SIZE * size
+        yield row(f"{backend} all-reduce", size, sent, measure_all_reduce(size, device))
+    members = [users[0] for users in ranks_by("host", ranks).values()]
+    members = members if len(members) > 1 else list(range(WORLD_SIZE))
+    for pair in itertools.combinations(members, 2) if args.pairs else ():
+        name = " and ".join(f"rank {rank} on {ranks[rank]['host']}" for rank in pair)
+        yield row(name, SIZES[-1], 2 * SIZES[-1], measure_pair(*pair, device))
+    dist.destroy_process_group()
+
+
+def diagnose(args: argparse.Namespace) -> int:
+    """Examine the job, print what is found, and return the exit status. Collective."""
+    store, addresses = connect(args.timeout)
+    call_the_roll(store, args.timeout)
+    store.set(f"facts {RANK}", json.dumps(find_facts() | addresses))
+    limit(3 * args.timeout, "a rank does not answer")
+    ranks = [json.loads(store.get(f"facts {r}")) for r in range(WORLD_SIZE)]
+    store.set(f"done {RANK}", "")
+    if RANK == 0:  # which serves the store, so it must not end before the others have read it
+        store.wait([f"done {r}" for r in range(WORLD_SIZE)])
+    findings = list(examine(ranks))  # the same on all ranks
+    rows = []
+    say = print if RANK == 0 and not args.json else lambda *lines, **options: None
+    say(*findings, sep="\n", flush=True)
+    if WORLD_SIZE > 1 and not any(line.startswith("error") for line in findings):
+        limit(9 * args.timeout, "a rank does not answer: is there a firewall?")
+        try:
+            for row in measure(args, store, ranks):
+                rows.append(row)
+                say(row["text"], flush=True)
+        except RuntimeError as error:
+            hint = ". Rank 0's warnings about names say why" * (" the name " in str(findings))
+            stop(f"{' '.join(str(error).split())[:300]}{hint}")
+    slow = [row for row in rows if row["bytes"] == SIZES[-1] and row["gbps"] < args.min_gbps]
+    errors = [f"error: below {args.min_gbps:g} GB/s: {row['text']}" for row in slow]
+    findings += errors
+    status = int(any(line.startswith("error") for line in findings))
+    say(*errors, "FAILED" if status else "OK", sep="\n", flush=True)
+    if RANK == 0 and args.json:
+        print(json.dumps({"ok": not status, "findings": findings, "rows": rows, "ranks": ranks}))
+    return status
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--timeout", type=float, default=30, help="seconds of each wait (30)")
-    seconds = parser.parse_args().timeout
+    add = parser.add_argument
+    add("--timeout", type=float, default=30, help="seconds of each wait (30)")
+    add("--backend", help="such as nccl-legacy (nccl with GPUs, otherwise gloo)")
+    add("--pairs", action="store_true", help="measure each pair of machines, or of one's ranks")
+    add("--min-gbps", type=float, default=0, help="GB/s below which the largest size is an error")
+    add("--json", action="store_true", help="print an object of JSON instead of lines")
+    args = parser.parse_args()
     if RANK >= WORLD_SIZE:
-        stop(f"this is not below WORLD_SIZE={WORLD_SIZE}: the first rank is 0")
-    store = connect(seconds)
-    call_the_roll(store, seconds)
-    store.set(f"facts {RANK}", json.dumps(find_facts()))
-    status = 0
-    with limit(3 * seconds, "a rank does not answer"):
-        if RANK == 0:
-            ranks = [json.loads(store.get(f"facts {r}")) for r in range(WORLD_SIZE)]
-            findings = list(examine(ranks))
-            print(*findings, sep="\n", flush=True)
-            status = int(any(line.startswith("error") for line in findings))
-            # torch 2.15 has two classes for NCCL.
-            names = ["gloo", *(["nccl", "nccl-legacy"] if "free" in ranks[0] else [])]
-            works = [name for name in names if dist.is_backend_available(name) and not status]
-            store.set("backends", " ".join(works if WORLD_SIZE > 1 else []))
-        backends = store.get("backends").decode().split()
-    for backend in backends:
+        parser.error(f"RANK={RANK} is not below WORLD_SIZE={WORLD_SIZE}: the first rank is 0")
+    if args.min_gbps and WORLD_SIZE == 1:
+        parser.error("--min-gbps needs two processes, between which something is sent")
+    ends: list[int] = []
+
+    def work() -> None:
         try:
-            with limit(2 * seconds, f"{backend} does not answer: does a firewall block its ports?"):
-                if not dist.is_initialized():
-                    time_out = timedelta(seconds=seconds)
-                    dist.init_process_group("gloo", None, time_out, WORLD_SIZE, RANK, store)
-                found = measure(backend)
-        except RuntimeError as error:
-            stop(f"{backend}: {' '.join(str(error).split())[:300]}")
-        if RANK == 0:
-            print(f"ok: {backend}: {found}", flush=True)
-    if RANK == 0:
-        time.sleep(1)  # it serves the store, which the others still read
-    return status
+            ends.append(diagnose(args))
+        except Failure as failure:
+            print(failure, end="\n" if str(failure) else "", file=sys.stderr, flush=True)
+
+    # A call of PyTorch may wait for ever, and then no signal ends it. So this thread watches.
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    while worker.is_alive():
+        worker.join(0.1)
+        end, text = deadline
+        if worker.is_alive() and time.monotonic() > end:
+            print(f"doctor.py: error: rank {RANK} on {HOST}: {text}", file=sys.stderr)
+            return 1
+    return ends[0] if ends else 1
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    os._exit(status)  # gloo's threads may abort an ordinary end (pytorch/pytorch#179291)
+    sys.exit(main())
