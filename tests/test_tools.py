@@ -117,7 +117,14 @@ if rank == 0:
         log.write(json.dumps([technique, size, flags]) + "\\n")
 speed = {"single": 500.0, "ddp": 750.0}[technique] * int(flags["--threads"])
 pathlib.Path(flags["--run-dir"], "summary.json").write_text(
-    json.dumps({"train_images_per_second": speed})
+    json.dumps(
+        {
+            "train_images_per_second": speed,
+            "peak_memory_mb": [100, 300.0 if technique == "ddp" else 200.0],
+            "data_seconds": 1.0,
+            "train_seconds": 4.0,
+        }
+    )
 )
 """
 
@@ -125,13 +132,13 @@ pathlib.Path(flags["--run-dir"], "summary.json").write_text(
 @pytest.mark.slow
 def test_the_benchmark_compares_equal_conditions_in_turns(tmp_path):
     """With scripts that only pretend to train, and write down their flags."""
-    folder, picture = tmp_path / "scripts" / "tools", tmp_path / "plot.png"
+    folder = tmp_path / "scripts" / "tools"
     folder.mkdir(parents=True)
     (folder / "benchmark.py").write_text(BENCHMARK.read_text())
     for name in ("single", "ddp"):
         (tmp_path / f"train_{name}.py").write_text(PRETENDER)
     command = [sys.executable, folder / "benchmark.py", "--rounds", 2, "--seconds", 0.1]
-    command += ["--plot", picture, "--", "--amp", "bf16"]
+    command += ["--", "--amp", "bf16"]
     ended = succeed(*command, LOG=str(tmp_path / "log"), CUDA_VISIBLE_DEVICES="")
     runs = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     names = [(technique, flags["--threads"]) for technique, _, flags in runs[1:]]
@@ -141,16 +148,32 @@ def test_the_benchmark_compares_equal_conditions_in_turns(tmp_path):
     assert len({flags["--max-steps"] for _, _, flags in runs[1:]}) == 1
     assert all(flags["--amp"] == "bf16" and flags["--device"] == "cpu" for *_, flags in runs)
     rows = [" ".join(line.split()) for line in ended.stdout.splitlines()]
-    assert "single 1 2 1,000 (1,000 to 1,000) 2.00 (2.00 to 2.00)" in rows
-    assert "ddp 2 2 750 (750 to 750) 1.50 (1.50 to 1.50)" in rows
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "single 1 2 1,000 (1,000 to 1,000) 2.00 (2.00 to 2.00) 200 25%" in rows
+    assert "ddp 2 2 750 (750 to 750) 1.50 (1.50 to 1.50) 300 25%" in rows
 
 
 def test_on_gpus_dp_takes_part_and_the_sizes_are_equal():
-    args = argparse.Namespace(gpus=8, devices=[2, 8], threads=3)
+    args = argparse.Namespace(gpus=8, devices=[1, 2, 8], threads=3)
     found = benchmark.settings(args)
-    assert [setting.technique for setting in found] == ["single", "dp", "ddp", "dp", "ddp"]
-    assert [setting.threads for setting in found] == [3, 6, 6, 24, 24]
+    techniques = [(setting.technique, setting.devices) for setting in found]
+    assert techniques == [("single", 1), ("ddp", 1), ("dp", 2), ("ddp", 2), ("dp", 8), ("ddp", 8)]
+    assert [setting.threads for setting in found] == [3, 3, 6, 6, 24, 24]
     assert benchmark.counts("2,8") == [2, 8]
     with pytest.raises(ValueError, match="2,0"):
         benchmark.counts("2,0")
+
+
+def test_where_data_parallel_only_calls_the_model_no_speed_up_is_printed(tmp_path, capsys):
+    alike = {"dataset": "mnist", "model": "convnet", "device": "cpu", "global_batch_size": 96}
+    alike |= {"threads": 1, "test_accuracy": 0.9875, "train_seconds": 10.0, "data_seconds": 2.0}
+    speeds = {"single": (1, 1000.0), "dp": (1, 1900.0), "ddp": (2, 1700.0)}
+    for technique, (devices, speed) in speeds.items():
+        own = {"technique": technique, "num_devices": devices, "world_size": devices}
+        own |= {"train_images_per_second": speed, "peak_memory_mb": [512.0]}
+        (tmp_path / technique).mkdir()
+        (tmp_path / technique / "summary.json").write_text(json.dumps(alike | own))
+    benchmark.compare([str(tmp_path / technique) for technique in speeds])
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "dp 1 1 1,900 - 512 20% 98.75% 10.0" in rows
+    assert "ddp 2 2 1,700 1.70 512 20% 98.75% 10.0" in rows
+    assert "1.90" not in " ".join(rows)

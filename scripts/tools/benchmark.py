@@ -1,13 +1,13 @@
 """Measure one device, DP and DDP on this machine: which is faster, and by how much?
 
     python scripts/tools/benchmark.py
-    python scripts/tools/benchmark.py --devices 2,4,8 --plot speed.png -- --model resnet18
+    python scripts/tools/benchmark.py --devices 2,4,8 -- --model resnet18
     python scripts/tools/benchmark.py --runs runs/first runs/second    compare finished runs instead
 
 It starts the training scripts in turns, and reads the images/s that they report. All of them train
 on the same images with the same global batch, and have as many CPU threads for each device. A
-device is a GPU, or a core if there is no GPU. Flags after -- go to the scripts. Ctrl-C ends the
-measurement, and prints what there is.
+device is a GPU, or a core if there is no GPU. DP takes part if it has two GPUs. Flags after -- go
+to the scripts. Ctrl-C ends the measurement, and prints what there is.
 """
 
 import argparse
@@ -18,15 +18,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from importlib.util import find_spec
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST_STEPS = 50  # of the run that finds out how many steps take --seconds
-MANY_EPOCHS = 1000  # so that --max-steps ends the runs, and the rate is still that of the warm-up
+MANY_EPOCHS = 1000  # so that --max-steps ends the runs
+SPEED = "train_images_per_second"
+COLUMNS = ("", "devices", "threads", "images/s", "speed-up", "peak MiB", "waits for data")
 
 
 class Setting(NamedTuple):
@@ -40,7 +42,8 @@ class Setting(NamedTuple):
         return f"{self.technique} on {self.devices} with {self.threads} CPU threads"
 
 
-Speeds = dict[Setting, dict[int, float]]  # images/s of each round
+Summary = dict[str, Any]  # the content of a summary.json
+Results = dict[Setting, dict[int, Summary]]  # of each round
 
 
 def counts(text: str) -> list[int]:
@@ -62,7 +65,6 @@ def parse_args() -> argparse.Namespace:
     add("--rounds", type=int, default=3, help="how often each setting is measured (3)")
     add("--seconds", type=float, default=5, help="time that one device trains in a round (5)")
     add("--device", choices=["auto", "cpu"], default="auto")
-    add("--plot", metavar="FILE.png", help="draw images/s and speed-up over devices")
     add("--runs", nargs="+", metavar="FOLDER", help="compare these finished runs, measure nothing")
     add("flags", nargs="*", help="after --: flags of the training scripts")
     args = parser.parse_args()
@@ -75,8 +77,6 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"--global-batch-size {args.global_batch_size} is no multiple of {odd[0]}")
     if missing := [f for f in args.runs or () if not Path(f, "summary.json").exists()]:
         parser.error(f"--runs {missing[0]}: there is no finished run")
-    if args.plot and not find_spec("matplotlib"):
-        parser.error("--plot needs matplotlib: pip install matplotlib")
     return args
 
 
@@ -84,23 +84,24 @@ def settings(args: argparse.Namespace) -> list[Setting]:
     """Return what is compared. The first one is one device."""
     found = [Setting("single", 1, args.threads)]
     for n in args.devices:
-        if args.gpus:
-            found.append(Setting("dp", n, n * args.threads))
-        else:  # what the same cores do without data parallelism
+        if not args.gpus:  # what the same cores do without data parallelism
             found.append(Setting("single", 1, n * args.threads))
+        elif n > 1:
+            found.append(Setting("dp", n, n * args.threads))
         found.append(Setting("ddp", n, n * args.threads))
     return found
 
 
-def train(setting: Setting, steps: int, args: argparse.Namespace) -> float:
-    """Start a training script, and return its images/s.
+def train(setting: Setting, steps: int, args: argparse.Namespace) -> Summary:
+    """Start a training script, and return its summary.
 
     Raises:
         RuntimeError: it failed.
         KeyboardInterrupt: Ctrl-C, after the training has ended too.
     """
     technique, devices, threads = setting
-    launcher, processes = [sys.executable], 1
+    launcher = [sys.executable]
+    processes = 1
     if technique == "ddp":
         processes = devices
         launcher += f"-m torch.distributed.run --standalone --nproc_per_node {devices}".split()
@@ -111,11 +112,11 @@ def train(setting: Setting, steps: int, args: argparse.Namespace) -> float:
             "--max-steps": steps,
             "--epochs": MANY_EPOCHS,
             "--threads": threads // processes,
-            "--lr-scaling": "none",  # or a large batch might diverge
+            "--lr": 0.01,  # the speed does not depend on it, and a small one does not diverge
         }
         if not args.gpus:
             flags["--device"] = "cpu"
-        elif technique != "ddp":
+        if technique == "dp":
             flags["--devices"] = ",".join(map(str, range(devices)))
         words = [str(word) for flag in flags.items() for word in flag]
         words += ["--no-tensorboard", "--no-progress", *args.flags]
@@ -135,33 +136,34 @@ def train(setting: Setting, steps: int, args: argparse.Namespace) -> float:
         if process.returncode:
             lines = output.splitlines() or ["no output"]
             raise RuntimeError(next((line for line in lines if "error: " in line), lines[-1]))
-        return json.loads(Path(folder, "summary.json").read_text())["train_images_per_second"]
+        return json.loads(Path(folder, "summary.json").read_text())
 
 
-def measure(args: argparse.Namespace, speeds: Speeds) -> None:
-    """Run each setting once in each round, and fill ``speeds``.
+def measure(args: argparse.Namespace, results: Results) -> None:
+    """Run each setting once in each round, and fill ``results``.
 
     Raises:
         RuntimeError: one device failed already. Later failures are printed.
-        KeyboardInterrupt: Ctrl-C. ``speeds`` has what was complete.
+        KeyboardInterrupt: Ctrl-C. ``results`` has what was complete.
     """
-    images = args.seconds * train(next(iter(speeds)), FIRST_STEPS, args)  # reads the data once, too
+    first = train(next(iter(results)), FIRST_STEPS, args)  # reads the data once, too
+    images = args.seconds * first[SPEED]
     steps = max(FIRST_STEPS, round(images / args.global_batch_size))
     for number in range(args.rounds):
         # Every other round goes backwards: a machine that becomes slower favours nobody.
-        for setting in list(speeds)[:: -1 if number % 2 else 1]:
+        for setting in list(results)[:: -1 if number % 2 else 1]:
             try:
-                speed = speeds[setting][number] = train(setting, steps, args)
+                run = results[setting][number] = train(setting, steps, args)
             except RuntimeError as error:
                 print(f"{setting}: {error}", file=sys.stderr)
             else:
-                print(f"round {number + 1}: {setting}: {speed:,.0f} images/s", file=sys.stderr)
+                speed = f"{run[SPEED]:,.0f} images/s"
+                print(f"round {number + 1}: {setting}: {speed}", file=sys.stderr)
 
 
-def ratios(speeds: Speeds, setting: Setting, other: Setting) -> list[float]:
-    """Return how many times as fast as another a setting is, in each round that has both."""
-    rounds = speeds[setting].keys() & speeds[other].keys()
-    return [speeds[setting][i] / speeds[other][i] for i in rounds]
+def ratios(rounds: dict[int, Summary], others: dict[int, Summary]) -> list[float]:
+    """Return how many times as fast as others these runs are, in each round that has both."""
+    return [rounds[i][SPEED] / others[i][SPEED] for i in rounds.keys() & others.keys()]
 
 
 def spread(values: list[float], form: str) -> str:
@@ -169,29 +171,43 @@ def spread(values: list[float], form: str) -> str:
     if not values:
         return "-"
     of_all = (statistics.median(values), min(values), max(values))
-    return "{} ({} to {})".format(*(format(value, form) for value in of_all))
+    median, low, high = (format(value, form) for value in of_all)
+    return f"{median} ({low} to {high})" if len(values) > 1 else median
 
 
-def print_table(*rows: tuple[str, ...]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
+def cells(runs: list[Summary], speed_ups: list[float]) -> list[str]:
+    """Return what the last four ``COLUMNS`` say about runs of one setting."""
+    memory = [max(run["peak_memory_mb"]) for run in runs]  # of the GPU that has most
+    waits = [run["data_seconds"] / run["train_seconds"] for run in runs]
+    return [
+        spread([run[SPEED] for run in runs], ",.0f"),
+        spread(speed_ups, ".2f"),
+        spread([statistics.median(memory)] if memory else [], ",.0f"),
+        spread([statistics.median(waits)] if waits else [], ".0%"),
+    ]
+
+
+def print_table(*rows: Sequence[object]) -> None:
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    for row in texts:
         print("  ".join(map(str.ljust, row, widths)).rstrip())
 
 
-def report(args: argparse.Namespace, speeds: Speeds) -> None:
+def report(args: argparse.Namespace, results: Results) -> None:
     """Print the figures, and what they depend on."""
-    first = next(iter(speeds))
-    rows = [("", "devices", "threads", "images/s", "speed-up")]
-    for setting, rounds in speeds.items():
-        speed, ratio = list(rounds.values()), ratios(speeds, setting, first)
-        cells = spread(speed, ",.0f"), spread(ratio, ".2f")
-        rows.append((setting.technique, str(setting.devices), str(setting.threads), *cells))
-    print_table(*rows)
-    for n in args.devices if args.gpus else []:
-        dp, ddp = (Setting(technique, n, n * args.threads) for technique in ("dp", "ddp"))
-        found = ratios(speeds, ddp, dp)
-        verdict = "no difference seen: " if found and min(found) <= 1 <= max(found) else ""
-        print(f"{verdict}on {n} GPUs DDP is {spread(found, '.2f')} times as fast as DP")
+    first = next(iter(results.values()))
+    rows = [
+        [*setting, *cells(list(rounds.values()), ratios(rounds, first))]
+        for setting, rounds in results.items()
+    ]
+    print_table(COLUMNS, *rows)
+    for dp, rounds in results.items():
+        if dp.technique == "dp":
+            found = ratios(results[dp._replace(technique="ddp")], rounds)
+            verdict = "no difference seen: " if found and min(found) <= 1 <= max(found) else ""
+            times = spread(found, ".2f")
+            print(f"{verdict}on {dp.devices} GPUs DDP is {times} times as fast as DP")
     device = torch.cuda.get_device_name() if args.gpus else f"cores of {os.cpu_count()}"
     print(
         f"{args.global_batch_size} images a step; devices: {device}; torch {torch.__version__};"
@@ -203,46 +219,20 @@ def report(args: argparse.Namespace, speeds: Speeds) -> None:
 def compare(folders: list[str]) -> None:
     """Print the results of finished runs. Speed-ups are those over the first one."""
     runs = [json.loads(Path(folder, "summary.json").read_text()) for folder in folders]
-    rows = [("", "devices", "images/s", "speed-up", "test accuracy", "train seconds")]
+    first = runs[0]
+    only_calls = [run for run in runs if run["technique"] == "dp" and run["num_devices"] == 1]
+    rows = []
     for run in runs:
-        speed, first = run["train_images_per_second"], runs[0]["train_images_per_second"]
-        alike = ("dataset", "model", "device", "global_batch_size")
-        ratio = f"{speed / first:.2f}" if all(run[k] == runs[0][k] for k in alike) else "-"
-        cells = f"{speed:,.0f}", ratio, f"{run['test_accuracy']:.2%}", f"{run['train_seconds']:.1f}"
-        rows.append((run["technique"], str(run["num_devices"]), *cells))
-    print_table(*rows)
-    device = "a GPU" if runs[0]["device"] == "cuda" else "a core of the CPU"
-    print(f"A device is {device}. A step has {runs[0]['global_batch_size']} images.")
-    if any(run["technique"] == "dp" and run["num_devices"] == 1 for run in runs):
-        print("dp: nn.DataParallel only calls the model, since it needs two GPUs.")
-
-
-def plot(path: str, args: argparse.Namespace, speeds: Speeds) -> None:
-    """Draw images/s, and the speed-up over one device, for 1, 2... devices."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    first = next(iter(speeds))
-    for technique in ("dp", "ddp"):
-        own = [first, *(setting for setting in speeds if setting.technique == technique)]
-        for axes, values in (
-            (left, [list(speeds[setting].values()) for setting in own]),
-            (right, [ratios(speeds, setting, first) for setting in own]),
-        ):
-            done = [(s.devices, x) for s, x in zip(own, values, strict=True) if x]
-            middle = [statistics.median(x) for _, x in done]
-            low = [m - min(x) for m, (_, x) in zip(middle, done, strict=True)]
-            high = [max(x) - m for m, (_, x) in zip(middle, done, strict=True)]
-            if len(done) > 1:
-                devices = [n for n, _ in done]
-                axes.errorbar(devices, middle, (low, high), marker="o", capsize=3, label=technique)
-    right.plot(*[[1, *args.devices]] * 2, color="grey", linestyle=":", label="ideal")
-    for axes, name in ((left, "images/s"), (right, "speed-up over one device")):
-        axes.set(xlabel="GPUs" if args.gpus else "cores", ylabel=name, ylim=(0, None))
-        axes.set_xticks([1, *args.devices])
-    right.legend()
-    figure.savefig(path, dpi=150)
+        alike = all(run[k] == first[k] for k in ("dataset", "model", "device", "global_batch_size"))
+        speed_ups = [run[SPEED] / first[SPEED]] if alike and run not in only_calls else []
+        about = [run["technique"], run["num_devices"], run["threads"] * run["world_size"]]
+        results = [f"{run['test_accuracy']:.2%}", f"{run['train_seconds']:.1f}"]
+        rows.append([*about, *cells([run], speed_ups), *results])
+    print_table([*COLUMNS, "test accuracy", "train seconds"], *rows)
+    device = "a GPU" if first["device"] == "cuda" else "a core of the CPU"
+    print(f"A device is {device}. A step has {first['global_batch_size']} images.")
+    if only_calls:
+        print("dp has no speed-up here: without two GPUs nn.DataParallel only calls the model.")
 
 
 def main() -> int:
@@ -252,19 +242,17 @@ def main() -> int:
         return 0
     # Whoever stops the benchmark with SIGTERM gets the table as well.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    speeds: Speeds = {setting: {} for setting in settings(args)}
+    results: Results = {setting: {} for setting in settings(args)}
     status = 0
     try:
-        measure(args, speeds)
+        measure(args, results)
     except RuntimeError as error:
         sys.exit(f"benchmark.py: error: {error}")
     except KeyboardInterrupt:
         status = 130
         print("interrupted: this is what was complete", file=sys.stderr)
-    report(args, speeds)
-    if args.plot:
-        plot(args.plot, args, speeds)
-    return status or int(any(len(rounds) < args.rounds for rounds in speeds.values()))
+    report(args, results)
+    return status or int(any(len(rounds) < args.rounds for rounds in results.values()))
 
 
 if __name__ == "__main__":
