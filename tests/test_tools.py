@@ -1,13 +1,15 @@
-"""The doctor's findings, and the benchmark's equal conditions."""
+"""The doctor's findings, the benchmark's equal conditions, and the pictures of runs."""
 
 import argparse
 import json
 import socket
 import sys
+from xml.etree import ElementTree
 
 import pytest
 
 from scripts.tools import benchmark, doctor
+from tests.helpers import on_ranks
 from tests.processes import ROOT, finish, run, start, succeed, torchrun
 
 DOCTOR = ROOT / "scripts" / "tools" / "doctor.py"
@@ -177,3 +179,42 @@ def test_where_data_parallel_only_calls_the_model_no_speed_up_is_printed(tmp_pat
     assert "dp 1 1 1,900 - 512 20% 98.75% 10.0" in rows
     assert "ddp 2 2 1,700 1.70 512 20% 98.75% 10.0" in rows
     assert "1.90" not in " ".join(rows)
+
+
+@pytest.fixture
+def pictures():
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    from scripts.tools import pictures
+
+    return pictures
+
+
+def test_a_picture_of_runs_has_text_and_follows_the_colour_scheme(pictures, tmp_path, monkeypatch):
+    for size in (1, 2):
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        run = {"world_size": size, "batch_size": 384 // size, "global_batch_size": 384}
+        (folder / "summary.json").write_text(json.dumps(run))
+        row = {"global_step": 156, "test_accuracy": 0.97, "train_loss": 0.4}
+        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    drawn = tmp_path / "drawn.svg"
+    monkeypatch.setattr(sys, "argv", ["pictures.py", str(drawn), str(tmp_path / "1"), str(folder)])
+    pictures.main()
+    texts = {"".join(element.itertext()) for element in ElementTree.parse(drawn).iter()}
+    assert {"processes: 1, batch of each: 384", "processes: 2, batch of each: 192"} <= texts
+    assert "prefers-color-scheme: dark" in drawn.read_text()
+    assert pictures.INK not in drawn.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bucket_cap_mb", [16, 4])
+def test_a_step_with_one_bucket_sends_after_the_backward_and_with_several_during_it(
+    pictures, bucket_cap_mb, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(pictures, "STEPS", 3)
+    for steps in on_ranks(lambda rank: pictures.profile_steps(rank, tmp_path, bucket_cap_mb)):
+        begins = [start for start, *_, name in steps[-1] if name == pictures.SEND]
+        ends = [end for _, end, _, name in steps[-1] if name == pictures.BACKWARD]
+        assert len(begins) == 16 // bucket_cap_mb
+        assert len(ends) == pictures.LAYERS
+        assert (min(begins) < max(ends)) == (bucket_cap_mb == 4)
