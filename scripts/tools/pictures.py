@@ -146,7 +146,7 @@ def same_training(figure: Figure, folders: list[str]) -> None:
         left.plot(seen, [100 * row["test_accuracy"] for row in rows], **style)
         right.plot(seen, [row["train_loss"] for row in rows], **style)
     left.set(title="Test accuracy, %", xlabel="thousand images seen")
-    right.set(title="Training loss", xlabel="thousand images seen", yscale="log")
+    right.set(title="Training loss", xlabel="thousand images seen")
     left.legend()
 
 
