@@ -1,14 +1,21 @@
-# `make check` is every check. scripts/test.sh calls it in an environment of its own.
-# PYTEST_FLAGS='-m ""' adds the slow tests.
+# `make check` is every check that needs no GPU. scripts/test.sh calls it in an environment of its own.
+# PYTEST_FLAGS='-m ""' adds the slow tests. .ci/run is all of it, and `make gpu-tests`.
 PYTHON ?= python3
 # Three test processes for two cores, since many tests wait for a while. A process that has finished
 # takes tests from the others, so that no file of long tests runs on alone at the end.
 WORKERS ?= 3
+PYTEST = $(PYTHON) -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: check
+.PHONY: check gpu-tests
 check:
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	shellcheck -x scripts/*.sh scripts/slurm.sbatch .ci/run
+	shellcheck -x scripts/*.sh scripts/slurm.sbatch .ci/run tests/pretended_gpus/nvidia-smi
 	$(PYTHON) -m mypy
-	$(PYTHON) -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST_FLAGS)
+	$(PYTEST) $(PYTEST_FLAGS)
+
+# The tests that need two GPUs, on a machine without one. The status 77 means that pretended GPUs
+# cannot be built here, and that a line has said why.
+gpu-tests:
+	$(PYTHON) tests/pretended_gpus/run.py 2 $(PYTEST) -p tests.pretended_gpus.no_skips -m gpu \
+		|| [ $$? -eq 77 ]
