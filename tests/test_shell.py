@@ -173,20 +173,62 @@ def test_quickstart_trains_with_equal_conditions_and_says_how_to_go_on(copy):
         assert f"{launcher} train_ddp.py --dataset mnist" in ended.stdout
 
 
-def test_gpu_check_reports_what_ran_and_what_failed(copy):
-    answers = '-c*available*) echo 2;; *pytest*) echo oh; exit 1;; *) echo "ran $*";;'
-    path = fake(copy / "fakes", "python3", f'case "$*" in {answers} esac')
-    script = "./gpu_check.sh"  # from its own folder, too
-    ended = run("env", f"PATH={path}", script, "tests", "doctor", cwd=copy / "scripts")
+GPU_CHECK = """
+case "$*" in
+    -c*available*) echo "$GPUS" ;;
+    *find_spec*) echo "$MISSING" ;;
+    *pytest*)
+        trap 'echo "interrupted in test 7"; exit 1' INT
+        env --default-signal=INT setsid sleep 98765 &  # a session of its own, as a rank has
+        wait
+        ;;
+    *doctor.py*) ! pgrep -f "sleep 98765" && echo "ran $*" ;;
+    *) echo "ran $*" ;;
+esac
+"""
+
+
+@pytest.fixture
+def gpu_check(copy):
+    """Return a function that runs gpu_check.sh with a python3 that only pretends."""
+    path = fake(copy / "fakes", "python3", GPU_CHECK)
+    fake(copy / "fakes", "nvidia-smi", 'echo "ran nvidia-smi $*"')
+
+    def check(*parts, **environment):
+        environment = {"GPUS": "2", "PART_SECONDS": "2"} | environment
+        # From its own folder, too.
+        command = ["env", f"PATH={path}", "./gpu_check.sh", *parts]
+        return run(*command, cwd=copy / "scripts", **environment)
+
+    return check
+
+
+def test_gpu_check_ends_a_part_that_hangs_before_the_next_begins(gpu_check, copy):
+    """Else both would use the GPUs at once. pytest says where it was, and the report has it all."""
+    ended = gpu_check("tests", "doctor")
     assert ended.status == 1
     (report,) = copy.glob("runs/*/report.md")
     assert report.read_text() == ended.stdout
-    assert "FAILED: tests" in ended.stdout
-    assert "--nproc_per_node 2 scripts/tools/doctor.py" in ended.stdout
-    assert (
-        "there is no part docter"
-        in run("env", f"PATH={path}", script, "docter", cwd=copy / "scripts").stderr
-    )
+    said = ended.stdout.splitlines()
+    assert said.index("interrupted in test 7") < said.index("## doctor")
+    assert "FAILED: tests" in said
+    assert any("--nproc_per_node 2 scripts/tools/doctor.py" in line for line in said)
+    assert "FAILED: doctor" not in said
+
+
+def test_gpu_check_names_what_is_missing_before_it_begins(gpu_check):
+    assert "there is no part docter" in gpu_check("doctor", "docter").stderr
+    ended = gpu_check("doctor", "tests", MISSING="pytest")
+    assert ended.status == 2
+    assert "missing here: pytest" in ended.stderr
+    assert "ran" not in ended.stdout
+
+
+def test_gpu_check_has_something_to_do_on_one_gpu(gpu_check):
+    ended = gpu_check("overlap", "machine", GPUS="1")
+    assert ended.status == 0, ended.text
+    assert "skipped: with one GPU nothing travels" in ended.stdout
+    assert "ran nvidia-smi topo -m" in ended.stdout
 
 
 @pytest.mark.slow
