@@ -4,28 +4,28 @@
 #   ./scripts/gpu_check.sh [part...]
 #
 # The parts: machine doctor tests one_gpu overlap benchmark time. Without a part all of them run,
-# PART_SECONDS (600) each at most. It uses the python3 of this shell and installs nothing. MNIST_ROOT names the
-# folder of MNIST, without which digits are drawn. TRAIN_FLAGS go to every training, for a short
-# trial. The exit status is 1 if a part failed.
+# PART_SECONDS (600) each at most. It uses the python3 of this shell and installs nothing.
+# MNIST_ROOT names the folder of MNIST, without which digits are drawn. TRAIN_FLAGS go to every
+# training, for a short trial. The exit status is 1 if a part failed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # or torchrun says that it sets it
 torchrun=(python3 -m torch.distributed.run --standalone --nproc_per_node)
-data=(--dataset synthetic)
-[[ -z ${MNIST_ROOT:-} ]] || data=(--dataset mnist --data-dir "$MNIST_ROOT")
+read -ra flags <<<"${TRAIN_FLAGS:-}"
+if [[ -n ${MNIST_ROOT:-} ]]; then flags+=(--data-dir "$MNIST_ROOT"); else flags+=(--dataset synthetic); fi
 failed=0
 
 # train NAME COMMAND...: run a training script, and print what its summary says.
 train() {
-    # shellcheck disable=SC2086 # several flags
-    "${@:2}" "${data[@]}" ${TRAIN_FLAGS:-} --run-dir "$REPORT_FOLDER/$1" --no-progress \
-        --no-tensorboard >/dev/null && python3 -c 'import json, sys
+    local run_dir=$REPORT_FOLDER/$1
+    "${@:2}" "${flags[@]}" --run-dir "$run_dir" --no-progress --no-tensorboard >/dev/null &&
+        python3 -c 'import json, sys
 run = json.load(open(sys.argv[1]))
 print(sys.argv[1], *(f"{name} {run[name]}" for name in sys.argv[2:]), sep=", ")' \
-        "$REPORT_FOLDER/$1/summary.json" \
-        train_seconds test_accuracy train_images_per_second peak_memory_mb && return
+            "$run_dir/summary.json" train_seconds test_accuracy train_images_per_second \
+            peak_memory_mb && return
     echo "FAILED: $1"
     failed=1
 }
@@ -43,23 +43,20 @@ part_tests() { python3 -m pytest -m gpu; }
 part_one_gpu() {
     export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0}
     CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES%%,*}
-    train fp32 "${torchrun[@]}" 1 train_ddp.py --epochs 1
-    train bf16 "${torchrun[@]}" 1 train_ddp.py --epochs 1 --amp bf16
-    train compile "${torchrun[@]}" 1 train_ddp.py --epochs 1 --compile
-    train workers "${torchrun[@]}" 1 train_ddp.py --epochs 1 --num-workers 4
-    train two-ranks-gloo "${torchrun[@]}" 2 train_ddp.py --epochs 1 --backend gloo
+    train fp32 "${torchrun[@]}" 1 train_ddp.py
+    train bf16 "${torchrun[@]}" 1 train_ddp.py --amp bf16
+    train compile "${torchrun[@]}" 1 train_ddp.py --compile
+    train workers "${torchrun[@]}" 1 train_ddp.py --num-workers 4
+    train two-ranks-gloo "${torchrun[@]}" 2 train_ddp.py --backend gloo
     export NCCL_MULTI_RANK_GPU_ENABLE=1
-    train two-ranks-nccl "${torchrun[@]}" 2 train_ddp.py --epochs 1
+    train two-ranks-nccl "${torchrun[@]}" 2 train_ddp.py
 }
 
 # torch 2.15 has two classes for NCCL. Does the backward wait while gradients travel? If so, the
 # class before is faster.
 part_overlap() {
     local round backend backends
-    if ((gpus == 1)); then
-        echo "skipped: with one GPU nothing travels"
-        return
-    fi
+    ((gpus > 1)) || { echo "skipped: with one GPU nothing travels" && return; }
     backends=$(python3 -c 'import torch.distributed as dist
 print(*filter(dist.is_backend_available, ("nccl", "nccl-legacy")))')
     for round in 1 2 3; do
@@ -70,14 +67,14 @@ print(*filter(dist.is_backend_available, ("nccl", "nccl-legacy")))')
     done
 }
 
-part_benchmark() { python3 scripts/tools/benchmark.py -- "${data[@]}"; }
+part_benchmark() { python3 scripts/tools/benchmark.py -- "${flags[@]}"; }
 
 # Is an epoch enough for 99 %, and how long does it take?
 part_time() {
     local seed
     for seed in 0 1 2 3 4; do
-        train "epoch-$seed" python3 train_single.py --epochs 1 --seed "$seed"
-        train "epoch-of-768-$seed" python3 train_single.py --epochs 1 --batch-size 768 --seed "$seed"
+        train "epoch-$seed" python3 train_single.py --seed "$seed"
+        train "epoch-of-768-$seed" python3 train_single.py --batch-size 768 --seed "$seed"
     done
 }
 
@@ -88,15 +85,12 @@ fi
 
 (($# > 0)) || set -- machine doctor tests one_gpu overlap benchmark time
 for part in "$@"; do declare -F "part_$part" >/dev/null || fail "there is no part $part (see above)"; done
-gpus=$(python3 -c 'import torch; print(torch.cuda.is_available() * torch.cuda.device_count())') ||
-    fail "python3 has no torch: activate an environment that has it"
+needed=torch,torchvision,tqdm
+[[ " $* " != *" tests "* ]] || needed+=,pytest,pytest_timeout,psutil
+missing=$(python3 -c "import $needed" 2>&1) || fail "${missing##*$'\n'} in this python3, which is needed"
+[[ " $* " != *" machine "* ]] || command -v nvidia-smi >/dev/null || fail "there is no nvidia-smi"
+gpus=$(python3 -c 'import torch; print(torch.cuda.is_available() * torch.cuda.device_count())')
 ((gpus > 0)) || fail "torch can use no GPU: a CPU build, CUDA_VISIBLE_DEVICES, or an old driver?"
-modules=(torchvision tqdm)
-[[ " $* " != *" tests "* ]] || modules+=(pytest pytest_timeout)
-missing=$(python3 -c 'import sys; from importlib.util import find_spec
-print(*[name for name in sys.argv[1:] if not find_spec(name)])' "${modules[@]}")
-[[ " $* " != *" machine "* ]] || command -v nvidia-smi >/dev/null || missing+=" nvidia-smi"
-[[ -z $missing ]] || fail "missing here: $missing. Install it, or name the parts to run without it"
 
 # left: the processes of the parts. torchrun's ranks are in sessions of their own, but all have
 # inherited REPORT_FOLDER.
@@ -104,20 +98,18 @@ left() { grep -lszFx "REPORT_FOLDER=$folder" /proc/[0-9]*/environ | cut -d / -f 
 
 # end_part: interrupt what is left, so that pytest prints where it was. Kill what does not end.
 end_part() {
-    # shellcheck disable=SC2046 # several processes
-    [[ -z $(left) ]] || kill -INT $(left) 2>/dev/null || true
+    left | xargs --no-run-if-empty kill -INT || true
     for _ in {1..20}; do
         [[ -n $(left) ]] || return 0
         sleep 1
     done
-    # shellcheck disable=SC2046
-    kill -KILL $(left) 2>/dev/null || true
+    left | xargs --no-run-if-empty kill -KILL || true
 }
 
-export gpus
 folder=$PWD/runs/gpu-check-$(date +%Y%m%d-%H%M%S)
 mkdir -p "$folder"
 trap end_part EXIT
+export gpus
 for part in "$@"; do
     printf '\n## %s\n\n' "$part"
     REPORT_FOLDER=$folder timeout --foreground --signal KILL "${PART_SECONDS:-600}" \
