@@ -1,6 +1,6 @@
-# `make check` is every check that needs no GPU. scripts/test.sh calls it in an environment of its own.
-# PYTEST_FLAGS='-m ""' adds the slow tests. .ci/run is all of it, and `make gpu-tests`.
-PYTHON ?= python3
+# `make check` is every check that needs no GPU. scripts/test.sh makes an environment and calls it.
+# PYTEST_FLAGS='-m ""' adds the slow tests. .ci/run calls scripts/test.sh --all and `make gpu-tests`.
+PYTHON ?= $(firstword $(wildcard .venv/bin/python) python3)
 # Three test processes for two cores, since many tests wait for a while. A process that has finished
 # takes tests from the others, so that no file of long tests runs on alone at the end.
 WORKERS ?= 3

@@ -19,13 +19,13 @@ failed=0
 
 # train NAME COMMAND...: run a training script, and print what its summary says.
 train() {
-    local run_dir=$REPORT_FOLDER/$1
-    "${@:2}" "${flags[@]}" --run-dir "$run_dir" --no-progress --no-tensorboard >/dev/null &&
+    local folder=$REPORT_FOLDER/$1
+    "${@:2}" "${flags[@]}" --run-dir "$folder" --no-progress --no-tensorboard >/dev/null &&
         python3 -c 'import json, sys
-run = json.load(open(sys.argv[1]))
-print(sys.argv[1], *(f"{name} {run[name]}" for name in sys.argv[2:]), sep=", ")' \
-            "$run_dir/summary.json" train_seconds test_accuracy train_images_per_second \
-            peak_memory_mb && return
+run = json.load(open(sys.argv[1] + "/summary.json"))
+print(sys.argv[1], *(f"{key} {run[key]:,.4g}" for key in sys.argv[2:]), sep=", ", end=", ")
+print("peak_memory_mb", *map(round, run["peak_memory_mb"]))' \
+            "$folder" train_seconds test_accuracy train_images_per_second && return
     echo "FAILED: $1"
     failed=1
 }

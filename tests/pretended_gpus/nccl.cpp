@@ -74,7 +74,6 @@ size_t size_of(ncclDataType_t type) {
 struct ncclComm {
     int rank;
     int size;
-    int gpu;
     Exchange* exchange;
     std::atomic<bool> is_aborted{false};
     uint64_t barriers = 0;
@@ -230,11 +229,10 @@ ncclResult_t start(const char* name, const Arguments& arguments, ncclComm_t comm
     return ncclSuccess;
 }
 
-ncclComm* make_communicator(int rank, int size, int gpu, void* exchange) {
+ncclComm* make_communicator(int rank, int size, void* exchange) {
     auto comm = new ncclComm;  // never deleted: its thread may still run
     comm->rank = rank;
     comm->size = size;
-    comm->gpu = gpu;
     comm->exchange = static_cast<Exchange*>(exchange);
     return comm;
 }
@@ -278,7 +276,7 @@ API ncclResult_t ncclCommInitRankConfig(ncclComm_t* result, int size, ncclUnique
     }
     void* memory = mmap(nullptr, sizeof(Exchange), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     close(file);
-    ncclComm* comm = make_communicator(rank, size, physical_gpu(), memory);
+    ncclComm* comm = make_communicator(rank, size, memory);
     comm->exchange->ranks[rank].gpu = physical_gpu();
     comm->exchange->ranks[rank].is_here = true;
     const auto begin = std::chrono::steady_clock::now();
@@ -299,21 +297,17 @@ API ncclResult_t ncclCommInitRankConfig(ncclComm_t* result, int size, ncclUnique
     return ncclSuccess;
 }
 
-API ncclResult_t ncclCommInitRank(ncclComm_t* result, int size, ncclUniqueId id, int rank) {
-    return ncclCommInitRankConfig(result, size, id, rank, nullptr);
-}
-
 API ncclResult_t ncclCommInitRankScalable(ncclComm_t* result, int size, int rank, int,
                                           ncclUniqueId* ids, ncclConfig_t* config) {
     return ncclCommInitRankConfig(result, size, ids[0], rank, config);
 }
 
 // For one process with several GPUs, as in DataParallel.
-API ncclResult_t ncclCommInitAll(ncclComm_t* results, int size, const int* gpus) {
+API ncclResult_t ncclCommInitAll(ncclComm_t* results, int size, const int*) {
     constexpr int kind = MAP_SHARED | MAP_ANONYMOUS;
     void* memory = mmap(nullptr, sizeof(Exchange), PROT_READ | PROT_WRITE, kind, -1, 0);
     for (int rank = 0; rank < size; rank++) {
-        results[rank] = make_communicator(rank, size, gpus[rank], memory);
+        results[rank] = make_communicator(rank, size, memory);
         run_in_background(results[rank]);
     }
     return ncclSuccess;

@@ -420,24 +420,12 @@ API cudaError_t cudaMemsetAsync(void* to, int value, size_t size, cudaStream_t s
     return cudaSuccess;
 }
 
-API cudaError_t cudaMemset(void* to, int value, size_t size) {
-    return cudaMemsetAsync(to, value, size, nullptr);
-}
-
 // ---- Streams and events. None is ever freed, because others may still look at it.
 
 API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
     make_context();
     *stream = new CUstream_st;
     return cudaSuccess;
-}
-
-API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
-    return cudaStreamCreateWithPriority(stream, 0, 0);
-}
-
-API cudaError_t cudaStreamCreate(cudaStream_t* stream) {
-    return cudaStreamCreateWithPriority(stream, 0, 0);
 }
 
 API cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
@@ -484,25 +472,10 @@ API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* 
 
 API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
 
-API cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t callback,
-                                      void* data, unsigned) {
-    wait_for(get(stream).jobs);
-    callback(stream, cudaSuccess, data);
-    return cudaSuccess;
-}
-
-API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
-    wait_for(get(stream).jobs);
-    function(data);
-    return cudaSuccess;
-}
-
 API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
     *event = new CUevent_st;
     return cudaSuccess;
 }
-
-API cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 
 API cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
 
@@ -559,21 +532,6 @@ API cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* byte
     *static_cast<cudaStream_t*>(stream) = nullptr;
     return cudaSuccess;
 }
-
-API cudaError_t __cudaGetKernel(const void** handle, const void* kernel) {
-    *handle = kernel;
-    return cudaSuccess;
-}
-
-API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
-    *attributes = {};
-    attributes->maxThreadsPerBlock = 1024;
-    attributes->binaryVersion = 90;
-    attributes->ptxVersion = 90;
-    return cudaSuccess;
-}
-
-API cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
 
 // ---- What the libraries of PyTorch call when they are loaded
 
