@@ -62,7 +62,7 @@ def test_after_a_resume_nothing_is_shown_that_was_not_saved(open_logger, tmp_pat
 
 
 def test_the_speed_leaves_out_the_first_steps_of_an_epoch(open_logger, tmp_path, monkeypatch):
-    """They take a second each, and the others a tenth. A run of fewer steps has a speed, too."""
+    """They take a second each, and the others a tenth. A short epoch at the end changes nothing."""
     now = 0.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     logger = open_logger("--no-tensorboard", "--log-every", 10)
@@ -73,10 +73,15 @@ def test_the_speed_leaves_out_the_first_steps_of_an_epoch(open_logger, tmp_path,
     now += 100  # an evaluation and a save
     logger.epoch(0, 30, [1, 1, 480], [1, 1, 16], 12.0, 3.0)
     logger.epoch(1, 35, [1, 1, 80], [1, 1, 16], 5.0, 0.5)
-    assert [row["train_images_per_second"] for row in rows(tmp_path)] == pytest.approx([160, 16])
+    assert [row["train_images_per_second"] for row in rows(tmp_path)] == pytest.approx([160, 160])
     logger.close(nn.Linear(1, 1))
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["train_seconds"], summary["data_seconds"]) == (17, 3.5)
+
+
+def test_a_run_shorter_than_a_log_entry_has_a_speed_too(open_logger, tmp_path):
+    open_logger("--no-tensorboard").epoch(0, 5, [1, 1, 80], [1, 1, 16], 5.0, 0.5)
+    assert rows(tmp_path)[0]["train_images_per_second"] == 16
 
 
 def test_the_share_of_waiting_for_data_is_shown(open_logger, capsys):

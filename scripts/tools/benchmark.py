@@ -136,13 +136,7 @@ def train(setting: Setting, steps: int, args: argparse.Namespace) -> Summary:
         if process.returncode:
             lines = output.splitlines() or ["no output"]
             raise RuntimeError(next((line for line in lines if "error: " in line), lines[-1]))
-        summary = json.loads(Path(folder, "summary.json").read_text())
-        rows = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-    if len(rows) > 1:  # the summary has the speed of the last epoch, which --max-steps cuts short
-        later_steps = rows[-1]["global_step"] - rows[0]["global_step"]
-        later_seconds = sum(row["train_seconds"] for row in rows[1:])
-        summary[SPEED] = later_steps * args.global_batch_size / later_seconds
-    return summary
+        return json.loads(Path(folder, "summary.json").read_text())
 
 
 def measure(args: argparse.Namespace, results: Results) -> None:
