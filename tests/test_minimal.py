@@ -8,10 +8,10 @@ import shutil
 import signal
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torchvision.datasets import MNIST
 from torchvision.transforms import ToTensor
@@ -21,7 +21,7 @@ from tests.processes import ROOT, succeed, torchrun, without_gloo
 from tests.test_scripts import changes, code_lines
 
 FOLDER = ROOT / "scripts" / "minimal"
-EPOCH = re.compile(r"epoch (\d+): learning rate (\S+), loss (\S+), (\S+)% of (\d+) correct\n")
+EPOCH = re.compile(r"epoch (\d+): lr (\S+), (\S+)% correct\n")
 
 
 @pytest.fixture
@@ -39,12 +39,8 @@ def text_of(name):
     return (FOLDER / f"{name}.py").read_text()
 
 
-@pytest.mark.parametrize(
-    ("name", "most"),
-    [("single", 45), ("dp", 46), ("ddp", 63), ("ddp_resume", 106), ("fsdp", 76)],
-)
-def test_a_file_stays_a_screen_long_and_imports_pytorch_alone(name, most):
-    assert len(code_lines(text_of(name))) <= most
+@pytest.mark.parametrize("name", ["single", "dp", "ddp", "ddp_resume", "fsdp"])
+def test_a_copied_file_needs_pytorch_alone(name):
     imported = re.findall(r"^(?:from|import) (\w+)", text_of(name), re.M)
     assert {*imported} - sys.stdlib_module_names == {"torch", "torchvision"}
 
@@ -53,9 +49,9 @@ def test_a_file_stays_a_screen_long_and_imports_pytorch_alone(name, most):
     ("old", "new", "removed", "added", "word"),
     [
         ("single", "dp", 3, 4, "DP"),
-        ("single", "ddp", 8, 26, "DDP"),
-        ("ddp", "ddp_resume", 6, 46, "RESUME|STOP"),
-        ("ddp", "fsdp", 6, 18, "FSDP"),
+        ("single", "ddp", 7, 25, "DDP"),
+        ("ddp", "ddp_resume", 5, 44, "RESUME|STOP"),
+        ("ddp", "fsdp", 5, 18, "FSDP"),
     ],
 )
 def test_a_diff_is_small_and_each_difference_has_its_reason(old, new, removed, added, word):
@@ -76,8 +72,8 @@ def test_a_diff_is_small_and_each_difference_has_its_reason(old, new, removed, a
 
 
 def check_result(ended, path, data_dir):
-    """The accuracy and the loss in the last line are those of the saved model."""
-    *_, (_, _, loss, accuracy, count) = EPOCH.findall(ended.stdout)
+    """The accuracy in the last line is that of the saved model."""
+    *_, (_, _, accuracy) = EPOCH.findall(ended.stdout)
     model = nn.Sequential(
         nn.Sequential(nn.Conv2d(1, 16, 5), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)),
         nn.Sequential(nn.Conv2d(16, 32, 5), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)),
@@ -88,10 +84,8 @@ def check_result(ended, path, data_dir):
     images = torch.stack([image for image, _ in test_set])
     labels = torch.tensor([label for _, label in test_set])
     with torch.no_grad():
-        outputs = model(images)
-    correct = int((outputs.argmax(1) == labels).sum())
-    assert (int(count), f"{accuracy}%") == (len(labels), f"{correct / len(labels):.2%}")
-    assert float(loss) == pytest.approx(float(F.cross_entropy(outputs, labels)), abs=1e-4)
+        correct = int((model(images).argmax(1) == labels).sum())
+    assert f"{accuracy}%" == f"{correct / len(labels):.2%}"
     assert float(accuracy) > 80
 
 
@@ -121,8 +115,7 @@ def test_three_ranks_evaluate_the_saved_model_exactly(name, alone, digits_dir, t
 def test_the_first_epoch_reaches_98_percent(alone, mnist_dir, tmp_path):
     command = torchrun(2, alone("ddp"), "--data-dir", mnist_dir)
     ended = succeed(*command, cwd=tmp_path / "alone", timeout=200)
-    ((*_, accuracy, count),) = EPOCH.findall(ended.stdout)
-    assert count == "10000"
+    ((_, _, accuracy),) = EPOCH.findall(ended.stdout)
     assert float(accuracy) >= 98
 
 
@@ -136,51 +129,15 @@ def test_two_gpus_train(name, alone, digits_dir, tmp_path):
     check_result(ended, tmp_path / "alone", digits_dir)
 
 
-# What a person can do wrong
-
-
-@pytest.fixture
-def refusal(monkeypatch, capsys):
-    """Return a function that starts a script, which has to end: its status, and what it printed."""
-
-    def start(script, *flags):
-        monkeypatch.chdir(os.path.dirname(script))
-        monkeypatch.setattr(sys, "argv", [script, *map(str, flags)])
-        with pytest.raises(SystemExit) as caught:
-            runpy.run_path(script, run_name="__main__")
-        return caught.value.code, capsys.readouterr().err
-
-    return start
-
-
-@pytest.mark.parametrize("name", ["single", "dp"])
-def test_a_batch_that_is_too_large_is_one_line(name, alone, digits_dir, refusal):
-    found = refusal(alone(name), "--data-dir", digits_dir, "--batch-size", 1921)
-    assert found == (2, "only 1920 images: lower --batch-size\n")
-
-
 @pytest.mark.parametrize("name", ["ddp", "ddp_resume", "fsdp"])
-def test_a_script_of_ddp_says_how_to_start_it(name, alone, refusal):
+def test_a_start_without_torchrun_says_how_to_start(name, alone, monkeypatch):
     script = alone(name)
-    command = f"torchrun --standalone --nproc_per_node 2 {script}"
-    assert refusal(script) == (2, f"start it with: {command}\n")
+    monkeypatch.setattr(sys, "argv", [script])
+    with pytest.raises(SystemExit, match=r"^start it with: torchrun .*\.py$"):
+        runpy.run_path(script, run_name="__main__")
 
 
-def test_a_damaged_checkpoint_is_named_and_kept(alone, tmp_path, refusal, monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    script, path = alone("ddp_resume"), tmp_path / "alone" / "checkpoint.pt"
-    torch.save({"model": {"weight": torch.zeros(1000)}}, path)
-    flipped = bytearray(path.read_bytes())
-    flipped[flipped.index(bytes(2000)) + 1000] ^= 1  # a bit of a weight
-    path.write_bytes(flipped)
-    status, text = refusal(script)
-    assert status == 1
-    assert text == "checkpoint.pt is damaged (wrong checksum): is there a previous.pt?\n"
-    assert path.read_bytes() == flipped
-
-
-# ddp_resume.py with other data: a folder named torchvision beside the script has a data set that
+# Scripts of DDP with other data: a folder named torchvision beside the script has a data set that
 # tells what is read, and can send a signal to its process.
 
 DATA_SET = """
@@ -212,17 +169,33 @@ class MNIST:
 
 
 @pytest.fixture
-def resume(alone, tmp_path, monkeypatch, capfd):
-    """Return a function that trains in a folder, in forked processes: their statuses and output."""
+def with_data_set(alone, tmp_path):
+    """Return a function that copies a script into a folder with such a data set."""
 
-    def run(folder, world_size, *flags, when="", signal=0):
+    def copy(name, folder="alone"):
+        script = alone(name, folder)
+        package = tmp_path / folder / "torchvision"
+        package.mkdir()
+        (package / "__init__.py").touch()
+        (package / "datasets.py").write_text(DATA_SET)
+        (package / "transforms.py").write_text("ToTensor = object\n")
+        return Path(script)
+
+    return copy
+
+
+@pytest.fixture
+def resume(with_data_set, tmp_path, monkeypatch, capfd):
+    """Return a function that trains in a folder, in forked processes: their statuses and output.
+
+    ``edit`` changes the text of the script, and ``prepare`` is called before it.
+    """
+
+    def run(folder, world_size, *flags, when="", signal=0, edit=str, prepare=int):
         folder = tmp_path / folder
         if not folder.exists():
-            alone("ddp_resume", folder)
-            (folder / "torchvision").mkdir()
-            (folder / "torchvision" / "__init__.py").touch()
-            (folder / "torchvision" / "datasets.py").write_text(DATA_SET)
-            (folder / "torchvision" / "transforms.py").write_text("ToTensor = object\n")
+            script = with_data_set("ddp_resume", folder)
+            script.write_text(edit(script.read_text()))
         monkeypatch.setenv("WHEN", when)
         monkeypatch.setenv("SIGNAL", str(int(signal)))
 
@@ -232,6 +205,7 @@ def resume(alone, tmp_path, monkeypatch, capfd):
             for name in [name for name in sys.modules if name.startswith("torchvision")]:
                 del sys.modules[name]
             sys.argv = ["ddp_resume.py", *map(str, flags)]
+            prepare()
             runpy.run_path("ddp_resume.py", run_name="__main__")
 
         capfd.readouterr()
@@ -241,37 +215,45 @@ def resume(alone, tmp_path, monkeypatch, capfd):
     return run
 
 
-def test_a_batch_that_is_too_large_ends_all_ranks(resume):
-    assert resume("run", 2, "--batch-size", 481)[0] == [2, 2]
-
-
-def test_an_epoch_of_few_steps_is_stopped_at_its_end(resume):
-
+def test_all_ranks_stop_after_the_step_in_which_one_gets_a_signal(resume):
+    """Also where an epoch has five steps only. Rank 1 gets it when it reads its second batch."""
     flags = ["--batch-size", 96, "--epochs", 9]
-    stopped = resume("run", 2, *flags, when="1 97", signal=signal.SIGINT)
-    assert stopped == ([0, 0], "stopped after 960 images of epoch 1: see checkpoint.pt\n")
+    statuses, output = resume("run", 2, *flags, when="1 97", signal=signal.SIGINT)
+    assert statuses == [0, 0]
+    assert "stopped after 384 images of epoch 1" in output
     assert [line[0] for line in EPOCH.findall(resume("run", 2, "--epochs", 2)[1])] == ["1", "2"]
 
 
-def test_all_ranks_stop_after_a_signal_to_one_and_another_number_goes_on(resume, tmp_path):
-    """Steps 5 to 10 of rank 1 see the signal, so the run stops after step 10, in mid-epoch."""
+def test_a_stopped_run_goes_on_with_more_epochs_and_another_number_of_ranks(resume, tmp_path):
     folder = tmp_path / "run"
     flags = ["--batch-size", 24]
-    stopped = resume("run", 2, *flags, when=f"1 {4 * 24 + 1}", signal=signal.SIGTERM)
-    assert stopped == ([0, 0], "stopped after 480 images of epoch 1: see checkpoint.pt\n")
+    statuses, output = resume("run", 2, *flags, when=f"1 {4 * 24 + 1}", signal=signal.SIGTERM)
+    assert statuses == [0, 0]
+    assert "stopped after 240 images of epoch 1" in output
     assert [path.name for path in folder.glob("downloaded_by_*")] == ["downloaded_by_0"]
     assert not (folder / "model.pt").exists()
     statuses, output = resume("run", 3, "--batch-size", 8, "--epochs", 2)
     assert statuses == [0, 0, 0]
-    assert "resume after 0 of 2 epochs, and 480 images\n" in output
-    assert [line[:2] for line in EPOCH.findall(output)] == [("1", "0.01125"), ("2", "0.01125")]
+    assert "resume after 0 of 2 epochs, and 240 images\n" in output
+    # The rates of a run of two epochs on three ranks, in the last step of each epoch.
+    rates = [float(rate) for _, rate, _ in EPOCH.findall(output)]
+    assert rates == pytest.approx([0.01125 * (960 + 24) / 1920, 0.01125 * 24 / 1920])
     reads = [path.read_text().split() for path in sorted(folder.glob("read_by_*"))]
     times = Counter(int(index) for each in reads for index in each)
     assert times == dict.fromkeys(range(960), 2), "each image once in an epoch"
     # Rank 0 has read the first image of each epoch.
-    assert reads[0][0] != reads[0][480 // 2 + 480 // 3], "each epoch has its own order"
-    names = {"checkpoint.pt", "previous.pt", "model.pt"}
-    assert {path.name for path in folder.glob("*.pt*")} == names
+    assert reads[0][0] != reads[0][240 // 2 + 720 // 3], "each epoch has its own order"
+
+
+def test_every_parameter_group_gets_the_rate(resume, tmp_path):
+    def divide(text):
+        groups = "[{'params': [p]} for p in model.parameters()]"
+        return text.replace("SGD(model.parameters()", f"SGD({groups}")
+
+    resume("run", 2, "--batch-size", 96, edit=divide)
+    groups = torch.load(tmp_path / "run" / "checkpoint.pt")["optimizer"]["param_groups"]
+    assert len(groups) > 1
+    assert [group["lr"] for group in groups] == pytest.approx([0.09 / 5] * len(groups))
 
 
 def test_a_killed_run_ends_in_the_weights_of_one_that_was_never_killed(resume, tmp_path):
@@ -285,3 +267,53 @@ def test_a_killed_run_ends_in_the_weights_of_one_that_was_never_killed(resume, t
         weights = [torch.load(tmp_path / folder / name) for folder in ("calm", "killed")]
         torch.testing.assert_close(*weights, rtol=0, atol=0)
     assert (weights[0]["epoch"], weights[0]["seen"]) == (1, 0)
+
+
+def test_a_run_that_is_killed_while_it_saves_keeps_the_checkpoint_before(resume, tmp_path):
+    save = torch.save
+
+    def save_half(state, path):
+        if "seen" not in state or state["seen"] == 400:
+            save(state, path)
+        else:
+            Path(path).write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def prepare():
+        torch.save = save_half
+
+    statuses, _ = resume("run", 2, "--batch-size", 2, prepare=prepare)
+    assert statuses[0] == -signal.SIGKILL
+    assert torch.load(tmp_path / "run" / "checkpoint.pt")["seen"] == 400
+
+
+# The end
+
+THREADS = """
+import os, runpy, sys
+from pathlib import Path
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+names = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
+print(f"\\nthreads at the end: {names}\\n", end="")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "when"),
+    [
+        ("ddp", ""),
+        pytest.param("ddp_resume", "", marks=pytest.mark.slow),
+        pytest.param("ddp_resume", "1 97", marks=pytest.mark.slow),
+    ],
+)
+def test_no_thread_is_left_that_could_abort_the_end(name, when, with_data_set):
+    script = with_data_set(name)
+    (script.parent / "threads.py").write_text(THREADS)
+    command = torchrun(2, "threads.py", script.name, "--batch-size", 96)
+    variables = {"WHEN": when, "SIGNAL": str(int(signal.SIGTERM)), "PYTHONPATH": "."}
+    ended = succeed(*command, cwd=script.parent, **variables)
+    assert ("stopped after 384 images" in ended.stdout) == bool(when)
+    found = re.findall(r"^threads at the end: (.*)", ended.stdout, re.M)
+    assert len(found) == 2
+    assert all(names.count("'") == 2 for names in found), found  # the main thread alone

@@ -19,6 +19,10 @@ import sys
 
 import torch
 import torch.distributed as dist
+
+# DDP: the wrapper imports this module. If that happened after init_process_group, the module would
+# keep the process group (in default arguments), and gloo's threads could abort the end of Python.
+import torch.distributed.nn
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -38,19 +42,17 @@ def main() -> None:
     # LOCAL_RANK is unique on one machine. WORLD_SIZE is the number of processes of all machines.
     # (After init_process_group, dist.get_rank() and dist.get_world_size() return the same.)
     if "RANK" not in os.environ:
-        parser.exit(2, f"start it with: torchrun --standalone --nproc_per_node 2 {sys.argv[0]}\n")
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        sys.exit(f"start it with: torchrun --standalone --nproc_per_node 2 {sys.argv[0]}")
+    rank = int(os.environ["RANK"])
     local_rank = int(os.environ["LOCAL_RANK"])
-    # DDP: rank 0 alone saves, so its folder matters. torchrun ends the others after an error.
-    if rank == 0 and not os.access(".", os.W_OK):
-        parser.exit(2, "this folder is read-only: choose another one\n")
-    # DDP: each process uses a GPU of its own. It is GPU 0 if the process sees one GPU only.
+    world_size = int(os.environ["WORLD_SIZE"])
+    # DDP: each process uses a GPU of its own.
     if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(local_rank)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # DDP: connect the processes. From here on they can call collectives, for example a barrier. All
     # of them must make the same calls in the same order. NCCL is for GPUs, and gloo for CPUs.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     # DDP: each rank gets other random numbers, for its dropout. The first weights differ as well,
     # until rank 0's weights are broadcast below.
     torch.manual_seed(rank)
@@ -59,13 +61,11 @@ def main() -> None:
     # would write the same files at once. (If all machines share the folder, use rank instead.)
     if local_rank == 0:
         MNIST(args.data_dir, download=True)
-    dist.barrier()
+    dist.barrier(device_ids=[local_rank])  # NCCL's barrier runs on this GPU; gloo's needs none
     train_set = MNIST(args.data_dir, train=True, transform=ToTensor(), download=True)
     test_set = MNIST(args.data_dir, train=False, transform=ToTensor(), download=True)
     # DDP: --batch-size is the batch of each process. A step uses the batches of all processes.
     global_batch_size = args.batch_size * world_size
-    if global_batch_size > len(train_set):
-        parser.exit(2, f"only {len(train_set)} images: lower --batch-size\n" if rank == 0 else None)
     # This process loads each batch itself, when the loop asks for it. With num_workers=2, two other
     # processes load the next batches meanwhile.
     # DDP: the sampler shuffles in the same way on all ranks, and gives each rank its own share. All
@@ -93,8 +93,8 @@ def main() -> None:
         train_sampler.set_epoch(epoch)
         model.train()
         for images, labels in train_loader:
-            images, labels = images.to(device), labels.to(device)
-            loss = F.cross_entropy(model(images), labels)
+            outputs = model(images.to(device))
+            loss = F.cross_entropy(outputs, labels.to(device))
             # DDP: the backward averages the gradients over the ranks, bucket by bucket, while it
             # still computes. After it they are equal on all ranks. optimizer.step() sends nothing.
             loss.backward()
@@ -105,31 +105,22 @@ def main() -> None:
         # batch normalisation), so all ranks test the model that rank 0 saves. Each rank has to take
         # part, so it needs a test image.
         model.eval()
-        sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct labels, labels
+        correct = torch.tensor(0, device=device)
         with torch.no_grad():
             for images, labels in test_loader:
-                outputs, labels = model(images.to(device)), labels.to(device)
-                sums[0] += F.cross_entropy(outputs, labels, reduction="sum")
-                sums[1] += (outputs.argmax(dim=1) == labels).sum()
-                sums[2] += labels.numel()
-        # DDP: add up the sums of all ranks. All ranks make this call, and all get the result.
-        dist.all_reduce(sums)
-        # Divide last. A mean of the batches' means would be wrong, since the last batch is smaller.
-        loss, correct, count = sums.tolist()
-        result = f"loss {loss / count:.4f}, {correct / count:.2%} of {count:.0f} correct"
+                predicted = model(images.to(device)).argmax(dim=1)
+                correct += (predicted == labels.to(device)).sum()
+        # DDP: add up the counts of all ranks. All ranks make this call, and all get the result.
+        dist.all_reduce(correct)
         # DDP: rank 0 alone prints and saves. A collective call in here would wait for the other
         # ranks, which do not make it. Save the model inside the wrapper: in the wrapper's own
         # state_dict(), each name begins with "module.", and no unwrapped model could load it.
         if rank == 0:
-            print(f"epoch {epoch + 1}: learning rate {lr:g}, {result}")
+            print(f"epoch {epoch + 1}: lr {lr:g}, {correct / len(test_set):.2%} correct")
             # To keep a file for each epoch, name it f"model_{epoch + 1}.pt".
             torch.save(model.module.state_dict(), "model.pt")
     # DDP: not in a `finally`. After an error on one rank, this call could wait for the others.
     dist.destroy_process_group()
-    # DDP: gloo's threads still run when Python ends, and abort about one process in a hundred
-    # (pytorch/pytorch#179291). So end without Python's clean-up. Exit handlers do not run then.
-    sys.stdout.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,17 @@ become those of a run without a stop, to the last bit. To start from the beginni
 checkpoint.pt. Each run needs a folder of its own.
 
 After SIGTERM or Ctrl-C, all processes finish the same step, rank 0 saves, and all end with status
-0. (torchrun itself then ends with status 1.) A run that is killed loses at most 100 steps. To let
-torchrun start it again after an error (pytorch/pytorch#135712):
+0. torchrun itself then prints a traceback, and ends with status 1. It waits 30 seconds for the
+processes (--shutdown-timeout), so a step, an epoch's test and a save may take no longer. A run that
+is killed loses at most 100 steps. To let torchrun start it again after an error
+(pytorch/pytorch#135712):
 
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --max-restarts 3 ... ddp_resume.py
+
+The learning rate falls, and follows from the position in the run. PyTorch's schedulers count their
+own steps instead, and save the number of all steps. So for a scheduler save and load its
+state_dict(), remove the lines that set the rate, and resume with the same --epochs and the same
+number of processes. Otherwise OneCycleLR raises an error, and CosineAnnealingLR climbs again.
 
 Compare this file with ddp.py: each addition has a comment that begins with RESUME or STOP.
 
@@ -20,14 +27,16 @@ Compare this file with ddp.py: each addition has a comment that begins with RESU
 
 import argparse
 import os
-import shutil
 import signal
 import sys
-import zipfile
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# DDP: the wrapper imports this module. If that happened after init_process_group, the module would
+# keep the process group (in default arguments), and gloo's threads could abort the end of Python.
+import torch.distributed.nn
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -47,32 +56,17 @@ def main() -> None:
     # LOCAL_RANK is unique on one machine. WORLD_SIZE is the number of processes of all machines.
     # (After init_process_group, dist.get_rank() and dist.get_world_size() return the same.)
     if "RANK" not in os.environ:
-        parser.exit(2, f"start it with: torchrun --standalone --nproc_per_node 2 {sys.argv[0]}\n")
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        sys.exit(f"start it with: torchrun --standalone --nproc_per_node 2 {sys.argv[0]}")
+    rank = int(os.environ["RANK"])
     local_rank = int(os.environ["LOCAL_RANK"])
-    # DDP: rank 0 alone saves, so its folder matters. torchrun ends the others after an error.
-    if rank == 0 and not os.access(".", os.W_OK):
-        parser.exit(2, "this folder is read-only: choose another one\n")
-    # RESUME: rank 0 alone reads the file. It does so before the processes are connected, so that no
-    # collective call of another process fails if the file is damaged.
-    checkpoint: list[Any] = [None]
-    if rank == 0 and os.path.exists("checkpoint.pt"):
-        try:
-            # torch.load does not compare checksums, but the file is a zip file, which has them.
-            if zipfile.ZipFile("checkpoint.pt").testzip():
-                raise ValueError("wrong checksum")
-        except Exception as error:
-            parser.exit(1, f"checkpoint.pt is damaged ({error}): is there a previous.pt?\n")
-        # map_location: load_state_dict copies each tensor to its own GPU later. Without it, the
-        # tensors would be loaded to the GPU from which they were saved.
-        checkpoint[0] = torch.load("checkpoint.pt", map_location="cpu", weights_only=True)
-    # DDP: each process uses a GPU of its own. It is GPU 0 if the process sees one GPU only.
+    world_size = int(os.environ["WORLD_SIZE"])
+    # DDP: each process uses a GPU of its own.
     if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(local_rank)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # DDP: connect the processes. From here on they can call collectives, for example a barrier. All
     # of them must make the same calls in the same order. NCCL is for GPUs, and gloo for CPUs.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     # DDP: each rank gets other random numbers, for its dropout. The first weights differ as well,
     # until rank 0's weights are broadcast below.
     torch.manual_seed(rank)
@@ -81,13 +75,11 @@ def main() -> None:
     # would write the same files at once. (If all machines share the folder, use rank instead.)
     if local_rank == 0:
         MNIST(args.data_dir, download=True)
-    dist.barrier()
+    dist.barrier(device_ids=[local_rank])  # NCCL's barrier runs on this GPU; gloo's needs none
     train_set = MNIST(args.data_dir, train=True, transform=ToTensor(), download=True)
     test_set = MNIST(args.data_dir, train=False, transform=ToTensor(), download=True)
     # DDP: --batch-size is the batch of each process. A step uses the batches of all processes.
     global_batch_size = args.batch_size * world_size
-    if global_batch_size > len(train_set):
-        parser.exit(2, f"only {len(train_set)} images: lower --batch-size\n" if rank == 0 else None)
     # This process loads each batch itself, when the loop asks for it. With num_workers=2, two other
     # processes load the next batches meanwhile.
     # DDP: the sampler shuffles in the same way on all ranks, and gives each rank its own share. All
@@ -110,26 +102,28 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
     # RESUME: the position is the number of complete epochs, and the number of images that all ranks
     # together have used of the next epoch.
-    first_epoch, seen, stop = 0, 0, torch.tensor(0)
-    # RESUME: all ranks load what rank 0 has read, so only rank 0's machine needs the file.
+    first_epoch = 0
+    seen = 0
+    # RESUME: rank 0 reads the file, and all ranks get what it has read. So only rank 0's machine
+    # needs it. The tensors are read to the CPU, and load_state_dict copies each to its own GPU.
+    # (Without map_location they would go to the GPU from which they were saved.)
+    checkpoint: list[Any] = [None]
+    if rank == 0 and os.path.exists("checkpoint.pt"):
+        checkpoint[0] = torch.load("checkpoint.pt", map_location="cpu", weights_only=True)
     dist.broadcast_object_list(checkpoint, src=0)
     if checkpoint[0]:
         model.module.load_state_dict(checkpoint[0]["model"])
         optimizer.load_state_dict(checkpoint[0]["optimizer"])
-        # The loaded rate is that of the run before, perhaps with another number of processes.
-        # (If you have a scheduler, load its state here instead.)
-        optimizer.param_groups[0]["lr"] = lr
-        first_epoch, seen = checkpoint[0]["epoch"], checkpoint[0]["seen"]
+        first_epoch = checkpoint[0]["epoch"]
+        seen = checkpoint[0]["seen"]
         if rank == 0:
             print(f"resume after {first_epoch} of {args.epochs} epochs, and {seen} images")
 
-    # RESUME: add what else has a state, and load it above: "scheduler": scheduler.state_dict().
+    # RESUME: add what else has a state, and load it above: "scaler": scaler.state_dict().
     def save_checkpoint(epoch: int, seen: int) -> None:
         state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
-        # checkpoint.pt is always complete, even if this process is killed while it saves.
+        # If this process is killed while it saves, the checkpoint.pt of before is still whole.
         torch.save(state | {"epoch": epoch, "seen": seen}, "checkpoint.pt.tmp")
-        if os.path.exists("checkpoint.pt"):
-            shutil.copyfile("checkpoint.pt", "previous.pt")
         os.replace("checkpoint.pt.tmp", "checkpoint.pt")
 
     # STOP: only remember the signal, so that it never interrupts a step or a save.
@@ -147,11 +141,15 @@ def main() -> None:
         train_loader = DataLoader(train_set, args.batch_size, sampler=left, drop_last=True)
         model.train()
         for step, (images, labels) in enumerate(train_loader, start=1):
-            # RESUME: the random numbers of a step depend on the position and the rank alone, so a
-            # resumed run draws the same dropout.
-            torch.manual_seed((epoch * len(train_set) + seen) * world_size + rank)
-            images, labels = images.to(device), labels.to(device)
-            loss = F.cross_entropy(model(images), labels)
+            # RESUME: the dropout and the rate of a step follow from its position alone, so they are
+            # right after a resume, and with another number of ranks. (If your parameter groups have
+            # rates of their own, multiply each of these instead of lr.)
+            position = epoch * len(train_set) + seen
+            torch.manual_seed(position * world_size + rank)
+            for group in optimizer.param_groups:
+                group["lr"] = lr * (1 - position / (args.epochs * len(train_set)))
+            outputs = model(images.to(device))
+            loss = F.cross_entropy(outputs, labels.to(device))
             # DDP: the backward averages the gradients over the ranks, bucket by bucket, while it
             # still computes. After it they are equal on all ranks. optimizer.step() sends nothing.
             loss.backward()
@@ -159,55 +157,46 @@ def main() -> None:
             optimizer.zero_grad()
             seen += global_batch_size
             # STOP: all ranks must leave the loop after the same step, or some would wait for ranks
-            # that have left. So every ten steps, and in the last one of an epoch, they add up how
-            # many signals they have received.
-            if step % 10 == 0 or step == len(train_loader):
-                stop = torch.tensor(len(signals))
-                dist.all_reduce(stop)
+            # that have left. So they add up how many signals they have received. (`if stop` waits
+            # for the GPU. If your steps are short, vote every ten steps, and in an epoch's last.)
+            stop = torch.tensor(len(signals), device=device)
+            dist.all_reduce(stop)
             # RESUME: a run that is killed goes on from here.
             if rank == 0 and (stop or step % 100 == 0):
                 save_checkpoint(epoch, seen)
+            # STOP: all ranks end here, and with status 0.
             if stop:
-                break
-        if stop:
-            if rank == 0:
-                print(f"stopped after {seen} images of epoch {epoch + 1}: see checkpoint.pt")
-            break
+                if rank == 0:
+                    print(f"stopped after {seen} images of epoch {epoch + 1}, and saved.")
+                    print("The same command goes on. (torchrun prints a traceback of its own.)")
+                dist.destroy_process_group()
+                return
         seen = 0
 
         # DDP: the first forward of the test broadcasts rank 0's buffers (the running statistics of
         # batch normalisation), so all ranks test the model that rank 0 saves. Each rank has to take
         # part, so it needs a test image.
         model.eval()
-        sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct labels, labels
+        correct = torch.tensor(0, device=device)
         with torch.no_grad():
             for images, labels in test_loader:
-                outputs, labels = model(images.to(device)), labels.to(device)
-                sums[0] += F.cross_entropy(outputs, labels, reduction="sum")
-                sums[1] += (outputs.argmax(dim=1) == labels).sum()
-                sums[2] += labels.numel()
-        # DDP: add up the sums of all ranks. All ranks make this call, and all get the result.
-        dist.all_reduce(sums)
-        # Divide last. A mean of the batches' means would be wrong, since the last batch is smaller.
-        loss, correct, count = sums.tolist()
-        result = f"loss {loss / count:.4f}, {correct / count:.2%} of {count:.0f} correct"
+                predicted = model(images.to(device)).argmax(dim=1)
+                correct += (predicted == labels.to(device)).sum()
+        # DDP: add up the counts of all ranks. All ranks make this call, and all get the result.
+        dist.all_reduce(correct)
         # DDP: rank 0 alone prints and saves. A collective call in here would wait for the other
         # ranks, which do not make it. Save the model inside the wrapper: in the wrapper's own
         # state_dict(), each name begins with "module.", and no unwrapped model could load it.
         if rank == 0:
-            print(f"epoch {epoch + 1}: learning rate {lr:g}, {result}")
+            # RESUME: the learning rate of the last step.
+            lr_now = optimizer.param_groups[0]["lr"]
+            print(f"epoch {epoch + 1}: lr {lr_now:g}, {correct / len(test_set):.2%} correct")
             # To keep a file for each epoch, name it f"model_{epoch + 1}.pt".
             torch.save(model.module.state_dict(), "model.pt")
             # RESUME: this is the last thing, because a complete epoch is not repeated.
             save_checkpoint(epoch + 1, 0)
-    # STOP: wait for rank 0, which may still be saving, or a launcher may end it with the others.
-    dist.barrier()
     # DDP: not in a `finally`. After an error on one rank, this call could wait for the others.
     dist.destroy_process_group()
-    # DDP: gloo's threads still run when Python ends, and abort about one process in a hundred
-    # (pytorch/pytorch#179291). So end without Python's clean-up. Exit handlers do not run then.
-    sys.stdout.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":
