@@ -17,6 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# DistributedDataParallel imports this module. If that happened after init_process_group, the module
+# would keep the process group, and gloo's threads could abort the end of Python.
+import torch.distributed.nn
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -51,19 +55,21 @@ def main() -> None:
     parser.add_argument("--wandb", metavar="RUN", help="log to this run in Weights & Biases")
     args = parser.parse_args()
 
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cpu")
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 
     # The same files twice, because a transform belongs to a whole data set. The split has a seed of
     # its own, so that it is the same in every process.
-    augmented, plain = ImageFolder(args.data_dir, TRAIN), ImageFolder(args.data_dir, TEST)
+    augmented = ImageFolder(args.data_dir, TRAIN)
+    plain = ImageFolder(args.data_dir, TEST)
     order = torch.randperm(len(plain), generator=torch.Generator().manual_seed(0)).tolist()
     fifth = len(order) // 5
-    train_set, val_set = Subset(augmented, order[fifth:]), Subset(plain, order[:fifth])
+    train_set = Subset(augmented, order[fifth:])
+    val_set = Subset(plain, order[:fifth])
     sampler: DistributedSampler = DistributedSampler(train_set, drop_last=True)
     workers = args.num_workers
     train_loader = DataLoader(
@@ -87,11 +93,17 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, args.lr, total_steps=args.epochs * len(train_loader)
     )
+    # On all ranks, because all of them evaluate it. Below the wrapper, which has broadcast rank 0's
+    # weights, so that all averages begin with these.
     ema = AveragedModel(raw_model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
 
     losses: list[float] = []  # of the validation, one for each epoch
-    parts: dict[str, Any] = {"model": raw_model, "optimizer": optimizer, "scheduler": scheduler}
-    parts["ema"] = ema
+    parts: dict[str, Any] = {
+        "model": raw_model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "ema": ema,
+    }
     if args.resume:
         state: list[Any] = [torch.load("last.pt", map_location="cpu") if rank == 0 else None]
         dist.broadcast_object_list(state, src=0)
@@ -120,7 +132,8 @@ def main() -> None:
             optimizer.zero_grad()
             ema.update_parameters(raw_model)
 
-        # The running statistics of batch normalisation differ by rank. All use rank 0's.
+        # The running statistics of batch normalisation are not averaged, and differ by rank. All
+        # ranks evaluate with those of rank 0, which are saved.
         for mine, averaged in zip(raw_model.buffers(), ema.module.buffers(), strict=True):
             dist.broadcast(mine, src=0)
             averaged.copy_(mine)
@@ -128,7 +141,8 @@ def main() -> None:
         sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, correct, top 3, count
         with torch.no_grad():
             for images, labels in val_loader:
-                outputs, labels = ema(images.to(device)), labels.to(device)
+                outputs = ema(images.to(device))
+                labels = labels.to(device)
                 sums[0] += F.cross_entropy(outputs, labels, reduction="sum")
                 sums[1] += (outputs.argmax(1) == labels).sum()
                 best = outputs.topk(min(3, len(plain.classes))).indices
@@ -150,7 +164,6 @@ def main() -> None:
     if args.wandb and rank == 0:
         wandb.finish()
     dist.destroy_process_group()
-    os._exit(0)  # gloo's threads abort one plain end in a hundred (pytorch/pytorch#179291)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# DistributedDataParallel imports this module. If that happened after init_process_group, the module
+# would keep the process group, and gloo's threads could abort the end of Python.
+import torch.distributed.nn
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, DistributedSampler
 
-PADDING, WORDS = 0, 10_000
+PADDING = 0
+WORDS = 10_000
 Sample = tuple[list[int], int]
 
 
@@ -49,7 +54,8 @@ class Classifier(nn.Module):
 
     def __init__(self, classes: int) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(WORDS, 64), nn.Linear(64, classes)
+        self.embedding = nn.Embedding(WORDS, 64)
+        self.head = nn.Linear(64, classes)
 
     def forward(self, words: Tensor) -> Tensor:
         mask = (words != PADDING)[..., None]
@@ -63,12 +69,12 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32, help="of each process")
     args = parser.parse_args()
 
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cpu")
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 
     train_set: Any = load(args.data_dir / "train.txt")
     test_set: Any = load(args.data_dir / "test.txt")
@@ -101,8 +107,8 @@ def main() -> None:
         sums = torch.zeros(2, dtype=torch.float64, device=device)  # correct, count
         with torch.no_grad():
             for words, labels in test_loader:
-                outputs, labels = model(words.to(device)), labels.to(device)
-                sums[0] += (outputs.argmax(1) == labels).sum()
+                outputs = model(words.to(device))
+                sums[0] += (outputs.argmax(1) == labels.to(device)).sum()
                 sums[1] += len(labels)
         dist.all_reduce(sums)
         if rank == 0:
@@ -110,7 +116,6 @@ def main() -> None:
             print(f"epoch {epoch + 1}: accuracy {correct / count:.1%} of {count:.0f}", flush=True)
             torch.save(model.module.state_dict(), "model.pt")
     dist.destroy_process_group()
-    os._exit(0)  # gloo's threads abort one plain end in a hundred (pytorch/pytorch#179291)
 
 
 if __name__ == "__main__":
