@@ -1,8 +1,15 @@
 """Eight samples on one device, or on two: is the step the same?
 
 The samples are the numbers 1 to 8, and the target of each is twice the number. The model multiplies
-by one weight, which is 0 at first, and the loss is the mean squared error. docs/concepts.md follows
-these numbers. DP is imitated here in three lines, and 03_data_parallel_by_hand shows all its steps.
+by one weight, which is 0 at first, and the loss is the mean squared error. Each of two devices gets
+four samples.
+
+a) Only with DP: DDP averages gradients, so its step is smaller.
+b) With DP and with DDP.
+c) With neither, because each device sees only half of the samples.
+
+docs/concepts.md follows these numbers. DP is imitated here in three lines, and
+03_data_parallel_by_hand shows all its steps.
 """
 
 import _lesson as lesson
@@ -12,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-lesson.start(__doc__)
+lesson.start(__doc__, answer="b")
 numbers = torch.arange(1.0, 9.0)
 dataset = TensorDataset(numbers, 2 * numbers)
 

@@ -3,6 +3,10 @@
 DataParallel has a thread for each GPU, and DistributedDataParallel a process. The GIL is Python's
 global lock: only the thread that holds it runs Python code. While a call computes, this lesson
 counts how often another thread, or another process, gets to run.
+
+a) Never: the GIL lets one thread compute at a time.
+b) While one of them is in a product of torch, but not while it runs Python code.
+c) Always, if the machine has two cores.
 """
 
 import threading
@@ -15,7 +19,7 @@ import _lesson as lesson
 import torch
 import torch.distributed as dist
 
-lesson.start(__doc__)
+lesson.start(__doc__, answer="b")
 
 
 def in_python() -> None:
@@ -53,7 +57,8 @@ def beside_process(rank: int, world_size: int) -> int:
     return count_while(lambda: not meeting.is_completed())
 
 
-python, product = beside_thread(in_python), beside_thread(in_torch)
+python = beside_thread(in_python)
+product = beside_thread(in_torch)
 process = lesson.run(beside_process, 2)[1]
 print("This thread ran, times:")
 print(f"  {python:4} while another thread was in sum(range(...))")
@@ -64,7 +69,8 @@ assert python < process / 4
 # torch releases the GIL while it computes. There the threads of DataParallel can overlap.
 assert product > 4
 
-wall, cpu = time.perf_counter(), time.process_time()
+wall = time.perf_counter()
+cpu = time.process_time()
 with ThreadPoolExecutor(2) as pool:
     list(pool.map(lambda _: loop(), range(2)))
 cores = (time.process_time() - cpu) / (time.perf_counter() - wall)

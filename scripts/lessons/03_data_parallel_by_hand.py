@@ -1,5 +1,12 @@
 """What does nn.DataParallel do in each step, and what does that cost?
 
+A batch of 512 goes through a network on two devices. In its forward the network also counts its
+calls and its samples.
+
+a) It copies the model once, and in each step it averages the copies' gradients.
+b) In each step it copies the model, and averages the copies' gradients.
+c) In each step it copies the model, and adds up the copies' gradients.
+
 Without GPUs nn.DataParallel only calls the model. So its steps are done by hand here, on CPU cores:
 scatter the batch, replicate the model, run each replica in a thread of its own, and gather the
 outputs. The backward goes the same way back. On GPUs each replica has a device of its own, and DP
@@ -18,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-lesson.start(__doc__)
+lesson.start(__doc__, answer="c")
 ROUNDS = 10
 STEPS = ("scatter", "replicate", "parallel apply", "gather", "backward")
 
@@ -76,9 +83,11 @@ def gradient(model: nn.Module) -> Tensor:
 
 torch.manual_seed(0)
 torch.set_default_dtype(torch.float64)
-images, labels = torch.randn(512, 784), torch.randint(10, (512,))
+images = torch.randn(512, 784)
+labels = torch.randint(10, (512,))
 model = Network()
-single, counter = copy.deepcopy(model), copy.deepcopy(model)
+single = copy.deepcopy(model)
+counter = copy.deepcopy(model)
 
 rounds = []
 for _ in range(ROUNDS):

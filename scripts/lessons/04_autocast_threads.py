@@ -1,9 +1,15 @@
 """Autocast to bfloat16 around a DataParallel model: in which dtype do its replicas compute?
 
-nn.DataParallel runs each replica in a thread, and opens autocast there without a dtype
-(torch/nn/parallel/parallel_apply.py). Autocast's dtype belongs to a thread, so the replicas compute
-in the default of their device. That is float16 on GPUs, where float16 also needs a GradScaler. On
-CPUs it is bfloat16, so this lesson asks for float16. DistributedDataParallel has no such threads.
+nn.DataParallel runs each replica in a thread. A script asks for another dtype than the device's
+default, which is float16 on GPUs and bfloat16 on CPUs. So on the CPU this lesson asks for float16.
+
+a) In the default of the device.
+b) In the dtype that the script asks for.
+c) In float32.
+
+DP opens autocast in each thread without a dtype (torch/nn/parallel/parallel_apply.py). On GPUs the
+replicas compute in float16, which also needs a GradScaler. DistributedDataParallel has no such
+threads.
 """
 
 import inspect
@@ -15,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import parallel_apply
 
-lesson.start(__doc__)
+lesson.start(__doc__, answer="a")
 
 
 def forward() -> Tensor:

@@ -1,11 +1,17 @@
 """Two machines with two processes each: which number has each process, and who tells it?
 
-Two launchers on this machine play two machines. torchrun sets the numbers as environment variables.
-`python -m torch.distributed.launch`, which is deprecated, sets the same ones. Without `--use_env`
-it also passes `--local-rank` to the script, and a script that does not know this flag ends with
-`unrecognized arguments`. With several machines the launchers need machine 0's address and a port.
-If you leave them out, they are 127.0.0.1 and 29500, where the other machines find nobody. With one
-machine, the launcher of torch 2.15 chooses a free port.
+Two launchers on this machine play two machines, with `--node_rank 0` and `--node_rank 1`. torchrun
+sets the numbers as environment variables. The second process of the second machine has
+
+a) RANK=1 and LOCAL_RANK=1.
+b) RANK=3 and LOCAL_RANK=1.
+c) RANK=3 and LOCAL_RANK=3.
+
+`python -m torch.distributed.launch`, which is deprecated, sets the same variables. Without
+`--use_env` it also passes `--local-rank` to the script, and a script that does not know this flag
+ends with `unrecognized arguments`. With several machines the launchers need machine 0's address and
+a port. If you leave them out, they are 127.0.0.1 and 29500, where the other machines find nobody.
+With one machine, the launcher of torch 2.15 chooses a free port.
 
 Three machines with 8 processes each have ranks 0 to 23, and node_rank is 0, 1 or 2. torchrun does
 not refuse a node_rank of 5: it waits, and so do the others.
@@ -24,9 +30,10 @@ names = ("GROUP_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR")
 numbers = [f"{name}={os.environ[name]}" for name in names]
 sys.stdout.write(f"{' '.join(numbers)} arguments={sys.argv[1:]}\\n")
 """
-NNODES, NPROC_PER_NODE = 2, 2
+NNODES = 2
+NPROC_PER_NODE = 2
 
-lesson.start(__doc__)
+lesson.start(__doc__, answer="b")
 port = lesson.free_port()
 machines = f"--nnodes {NNODES} --nproc_per_node {NPROC_PER_NODE} --master_port {port}".split()
 commands = {

@@ -1,10 +1,17 @@
 """What does mp.spawn start, and what do its `join` and `daemon` mean?
 
 `mp.spawn(fn, args, nprocs, join=True, daemon=False)` starts processes from a script, without a
-launcher. It calls `fn(index, *args)` in each of them, and sets no environment variable: you choose
-the address. On the second of two machines the index is 0 and 1 again, so there the rank is
-`node_rank * nprocs + index`. A new process imports the script again, to find the function. So the
-call has to be below `if __name__ == "__main__"`, and the function may not be in a notebook's cell.
+launcher. It calls `fn(index, *args)` in each of them. Process 1 of two raises an error while
+process 0 waits for it. With join=True, mp.spawn
+
+a) waits for process 0, and then returns.
+b) returns at once.
+c) ends process 0, and raises the error of process 1.
+
+It sets no environment variable: you choose the address. On the second of two machines the index is
+0 and 1 again, so there the rank is `node_rank * nprocs + index`. A new process imports the script
+again, to find the function. So the call has to be below `if __name__ == "__main__"`, and the
+function may not be in a notebook's cell.
 """
 
 import time
@@ -41,7 +48,7 @@ def fail(index: int, nprocs: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    lesson.start(__doc__)
+    lesson.start(__doc__, answer="c")
     with TemporaryDirectory() as folder:
         begin = time.perf_counter()
         context = mp.spawn(count, (2, folder), nprocs=2, join=False, daemon=True)

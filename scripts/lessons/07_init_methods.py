@@ -1,6 +1,11 @@
 """How do the processes find each other: env://, tcp://, file://, or a store?
 
-Each process needs its rank, the world size, and a place where all meet.
+Each process needs its rank, the world size, and a place where all meet. Which of the four ways
+needs no argument for the rank and the world size?
+
+a) env:// alone.
+b) env:// and tcp://.
+c) All but the store.
 
 - env:// is the default. It reads MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE from the
   environment, where torchrun has set them.
@@ -20,7 +25,7 @@ import _lesson as lesson
 import torch
 import torch.distributed as dist
 
-lesson.start(__doc__)
+lesson.start(__doc__, answer="a")
 
 
 def meet(rank: int, world_size: int, way: str, place: str) -> str:

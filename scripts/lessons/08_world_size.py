@@ -2,6 +2,10 @@
 
 The same question for a rank that is too large, and for two processes with rank 0. Two launchers
 with `--node_rank 0` start such processes, and so does a second job with the port of the first.
+
+a) Both at once, because the third rank is not there.
+b) Both after the timeout. Rank 0 says how many ranks came.
+c) Rank 0 after the timeout. It names the rank that is missing.
 """
 
 from datetime import timedelta
@@ -10,7 +14,7 @@ import _lesson as lesson
 import torch
 import torch.distributed as dist
 
-lesson.start(__doc__)
+lesson.start(__doc__, answer="b")
 
 
 def join(number: int, started: int, ranks: list[int], world_size: int, port: int) -> str:

@@ -1,9 +1,15 @@
 """What is a process group, and when do you need another one?
 
 All ranks are in the default group, and data parallelism needs no other. `dist.new_group(ranks)`
-makes a smaller one, for sums over a part of the ranks, for example over those of one machine. Or
-it makes one with another backend: `dist.new_group(backend="gloo")` reduces metrics without the GPU.
-All ranks call it in the same order, also those that are not in the new group.
+makes a smaller one, for sums over a part of the ranks, for example over those of one machine. There
+are four ranks. Who has to call `dist.new_group([0, 1])`?
+
+a) Rank 0.
+b) Ranks 0 and 1.
+c) All four.
+
+A new group may also have another backend: `dist.new_group(backend="gloo")` reduces metrics without
+the GPU.
 """
 
 from datetime import timedelta
@@ -13,7 +19,7 @@ import _lesson as lesson
 import torch
 import torch.distributed as dist
 
-lesson.start(__doc__)
+lesson.start(__doc__, answer="c")
 PAIRS = ([0, 1], [2, 3])  # two machines with two ranks each
 
 
@@ -21,7 +27,8 @@ def work(rank: int, world_size: int) -> tuple[list[int], float, float]:
     """Return this rank's numbers in its pair and in the other pair, and the sums of two groups."""
     groups: list[Any] = [dist.new_group(pair) for pair in PAIRS]  # every rank makes both
     machine = rank // 2
-    of_all, of_pair = torch.tensor([10.0**rank]), torch.tensor([10.0**rank])
+    of_all = torch.tensor([10.0**rank])
+    of_pair = of_all.clone()
     dist.all_reduce(of_all)
     dist.all_reduce(of_pair, group=groups[machine])
     numbers = [dist.get_rank(groups[machine]), dist.get_rank(groups[1 - machine])]

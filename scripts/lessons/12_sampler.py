@@ -1,14 +1,19 @@
 """Which samples does each rank see, and is the second epoch another order?
 
 DistributedSampler(dataset, num_replicas=None, rank=None, shuffle=True, seed=0, drop_last=False):
-the number of replicas and the rank may be left out, since the default process group knows them.
+the number of replicas and the rank may be left out, since the default process group knows them. Two
+ranks share eight samples, and nobody calls set_epoch.
+
+a) Each rank sees all samples, in another order in each epoch.
+b) Each rank sees half of them, in another order in each epoch.
+c) Each rank sees half of them, in the same order in all epochs.
 """
 
 import _lesson as lesson
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-lesson.start(__doc__)
+lesson.start(__doc__, answer="c")
 dataset = TensorDataset(torch.arange(8))
 
 

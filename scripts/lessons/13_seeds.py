@@ -1,7 +1,13 @@
 """What has to be drawn alike on all ranks, and what has to differ?
 
-DDP compares the ranks' models, and not their data. So a wrong seed raises no error. Asked in
-facebookresearch/detr#297 and huggingface/transformers#37932.
+A script draws the first weights, a split into training and test, the augmentation and the dropout.
+DDP compares the ranks' models, and not their data. So a wrong seed raises no error.
+
+a) All four alike.
+b) The split alike. Augmentation and dropout have to differ, and the weights may.
+c) Weights and augmentation alike. The split has to differ.
+
+Asked in facebookresearch/detr#297 and huggingface/transformers#37932.
 """
 
 import os
@@ -15,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import random_split
 
-lesson.start(__doc__)
+lesson.start(__doc__, answer="b")
 CLASSES = ("ant", "bee", "cat", "dog", "elk", "fox", "gnu", "hen")
 Draws = tuple[list[int], list[int], float, list[int]]
 

@@ -1,9 +1,15 @@
 """Which process prepares the data, and how do the others wait for it?
 
+Four processes play two machines here. A disk is a folder, of one machine or shared by both. Each
+machine has a disk of its own, and the data is not there yet. Who prepares it?
+
+a) Local rank 0 of each machine, while the others wait at a barrier.
+b) Rank 0, while the others wait at a barrier.
+c) Rank 0, which then sends it to the others.
+
 `torch_distributed_zero_first(local_rank)` of many repositories lets local rank 0 of each machine go
 first. It means "no process group" by -1: a single process calls no barrier. PyTorch itself reads
 nothing ahead for other processes. The barrier moves no data, and the others read the files.
-Four processes play two machines here. A disk is a folder, of one machine or shared by both.
 """
 
 import fcntl
@@ -16,7 +22,7 @@ from pathlib import Path
 import _lesson as lesson
 import torch.distributed as dist
 
-lesson.start(__doc__)
+lesson.start(__doc__, answer="a")
 memory: list[str] = []
 
 

@@ -1,5 +1,12 @@
 """Ten samples on four ranks, eight of them right: which accuracy does each way report?
 
+Samples 0 and 1 are answered wrongly. The samples are divided by DistributedSampler, and all ranks'
+correct answers are divided by all ranks' samples. The result is
+
+a) 66.7 %.
+b) 75.0 %.
+c) 80.0 %.
+
 DistributedSampler repeats samples to make the shares equal. One rank's accuracy is not that of all
 ranks. A mean of accuracies is wrong if the shares differ in size.
 """
@@ -11,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 
-lesson.start(__doc__)
-WORLD_SIZE, SAMPLES, MISTAKES = 4, range(10), (0, 1)
+lesson.start(__doc__, answer="a")
+WORLD_SIZE = 4
+SAMPLES = range(10)
+MISTAKES = (0, 1)
 
 
 def correct(share: list[int]) -> int:

@@ -1,7 +1,14 @@
 """Two ranks with unequal numbers of tokens: is the mean of their means the mean?
 
-The same question for the micro-batches of one rank. Asked in huggingface/transformers#34242,
-pytorch/torchtitan#2206 and modelscope/ms-swift#10165.
+Rank 0 has two micro-batches of 9 tokens and 1, and rank 1 two of 3 tokens each. DDP averages the
+ranks' gradients. By what has each rank to divide its summed losses, so that each of the 16 tokens
+has the same weight?
+
+a) By its own tokens: 10 and 6.
+b) By the tokens of all ranks: 16.
+c) By the tokens of all ranks divided by the world size: 8.
+
+Asked in huggingface/transformers#34242, pytorch/torchtitan#2206 and modelscope/ms-swift#10165.
 """
 
 import _lesson as lesson
@@ -11,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-lesson.start(__doc__)
+lesson.start(__doc__, answer="c")
 TOKENS = ((9, 1), (3, 3))  # in the two micro-batches of each rank; 16 in all
 WAYS = (
     "mean of each micro-batch / micro-batches",
@@ -37,7 +44,8 @@ def gradient(model: nn.Module) -> Tensor:
 
 def work(rank: int, world_size: int) -> list[Tensor]:
     """Return the gradient that the optimizer would see, for each way to divide the loss."""
-    own, found = sum(TOKENS[rank]), []
+    found = []
+    own = sum(TOKENS[rank])
     of_all = torch.tensor(own)
     dist.all_reduce(of_all)  # before the first backward: one small collective in each step
     # DDP divides the ranks' sum by world_size. The last divisor undoes that.

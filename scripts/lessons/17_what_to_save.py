@@ -1,8 +1,14 @@
 """What belongs into a checkpoint, and under which names?
 
+Training with momentum and a scheduler is interrupted after two of four epochs. It is resumed from a
+checkpoint that lacks one thing. Without which of them are the weights at the end still right?
+
+a) Without the scheduler, because the optimizer's state has the learning rate.
+b) Without the optimizer, because the scheduler's state has the learning rate.
+c) There is no such thing.
+
 A wrapped model's state dict has `module.` before every name. Both wrappers keep the model as their
-attribute `module`. After that, training for four epochs is interrupted after the second one, and
-resumed from a checkpoint that lacks something.
+attribute `module`.
 """
 
 import copy
@@ -12,9 +18,10 @@ import _lesson as lesson
 import torch
 from torch import nn
 
-lesson.start(__doc__)
+lesson.start(__doc__, answer="c")
 torch.manual_seed(0)
-raw_model, fresh = nn.Linear(2, 2), nn.Linear(2, 2)
+raw_model = nn.Linear(2, 2)
+fresh = nn.Linear(2, 2)
 model = nn.DataParallel(raw_model)
 print(f"raw_model.state_dict(): {list(raw_model.state_dict())}")
 print(f"model.state_dict():     {list(model.state_dict())}")

@@ -1,6 +1,11 @@
 """A rank loads a file while another one saves it: what does it get?
 
 This happens if all ranks save to one file, or if no barrier is between the save and the load.
+
+a) The old file, until the save is complete.
+b) An error, because half of the file is there, or nothing.
+c) The new file, because torch.load waits for the save.
+
 Usually it is a matter of milliseconds. Here each case imitates the wrong moment, so that it happens
 each time.
 """
@@ -15,7 +20,7 @@ import _lesson as lesson
 import torch
 import torch.distributed as dist
 
-lesson.start(__doc__)
+lesson.start(__doc__, answer="b")
 MODEL = torch.tensor(2.0)
 
 

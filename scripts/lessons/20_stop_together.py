@@ -1,5 +1,11 @@
 """One rank has fewer batches than the others, or stops early: what do the others do?
 
+Rank 0 has three batches and rank 1 has five. Rank 0 ends, or goes on to add up its metrics.
+
+a) Rank 1 makes its last two steps alone.
+b) Rank 1 waits in its fourth backward, or fails there.
+c) DDP ends the epoch of rank 1 after three steps.
+
 Each backward of DDP waits for all ranks. So all must make the same number of steps. Early stopping
 by each rank's own loss breaks this. Asked in Lightning-AI/pytorch-lightning#379 and
 pytorch/pytorch#134920.
@@ -14,7 +20,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-lesson.start(__doc__)
+lesson.start(__doc__, answer="b")
 BATCHES = (3, 5)  # of rank 0 and of rank 1
 # The validation loss of each rank's share, epoch by epoch. Patience is two epochs.
 LOSSES = ((1.0, 0.8, 0.9, 0.9, 0.9, 0.9, 0.9), (1.2, 1.1, 1.0, 0.9, 0.8, 0.9, 0.9))
@@ -24,7 +30,8 @@ def train(rank: int, world_size: int, case: str) -> tuple[int, list[float]]:
     """Return the number of steps of this rank, and its weights."""
     model = DistributedDataParallel(nn.Linear(3, 1, bias=False))  # a gradient of 3 numbers
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    number, steps = min(BATCHES) if case == "equal numbers" else BATCHES[rank], 0
+    number = min(BATCHES) if case == "equal numbers" else BATCHES[rank]
+    steps = 0
     with Join([model]) if "Join" in case else nullcontext():
         for _ in range(number):
             optimizer.zero_grad()
@@ -40,14 +47,16 @@ def train(rank: int, world_size: int, case: str) -> tuple[int, list[float]]:
 
 def stop_early(rank: int, world_size: int, case: str) -> int:
     """Return the epoch after which this rank stops."""
-    best, waited = float("inf"), 0
+    best = float("inf")
+    waited = 0
     for epoch in range(len(LOSSES[rank])):
         loss = LOSSES[rank][epoch]
         if case == "the mean loss":
             mean = torch.tensor(loss / world_size)
             dist.all_reduce(mean)
             loss = mean.item()
-        best, waited = (loss, 0) if loss < best else (best, waited + 1)
+        waited = 0 if loss < best else waited + 1
+        best = min(loss, best)
         stop = torch.tensor(int(waited == 2))
         if case == "one flag for all":
             dist.all_reduce(stop, op=dist.ReduceOp.MAX)

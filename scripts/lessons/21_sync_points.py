@@ -1,6 +1,11 @@
 """When do the processes of DDP communicate: in the constructor, forward, backward or step?
 
-The profiler counts the collectives of each phase, for a model without and with buffers.
+The profiler counts the collectives of each phase, for a model without and with buffers (those of
+batch normalisation). With buffers, DDP communicates
+
+a) in the constructor, in the backward and in optimizer.step().
+b) in the constructor, in the forward and in the backward.
+c) in the backward only.
 """
 
 from collections import Counter
@@ -13,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-lesson.start(__doc__)
+lesson.start(__doc__, answer="b")
 calls: dict[str, Counter] = {}
 
 
@@ -51,14 +56,16 @@ def work(rank: int, world_size: int, has_buffers: bool) -> tuple[dict[str, Count
     return calls, weight
 
 
-plain, buffers = lesson.run(work, 2, False), lesson.run(work, 2, True)
+plain = lesson.run(work, 2, False)
+buffers = lesson.run(work, 2, True)
 print(f"{'':26}{'without buffers':30}with batch normalisation")
 for phase in plain[0][0]:
     cells = [
         ", ".join(f"{n} {name}" for name, n in t[0][0][phase].items()) for t in (plain, buffers)
     ]
     print(f"{phase:26}{cells[0] or '-':30}{cells[1] or '-'}")
-without, norm = plain[0][0], buffers[0][0]
+without = plain[0][0]
+norm = buffers[0][0]
 # The constructor compares the models, and then broadcasts rank 0's weights.
 assert without["constructor"].keys() == {"allgather", "broadcast"}
 assert plain[0][1] == plain[1][1]

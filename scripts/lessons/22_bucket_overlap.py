@@ -1,8 +1,15 @@
 """Does DDP send all gradients at the end of the backward, or some of them before?
 
-The model has three layers with 1.37 MiB of gradients each. These ranks are CPUs and use gloo. On
-GPUs a bucket is sent at the same moment. Whether the GPU computes meanwhile depends on NCCL's class
-("nccl" or "nccl-legacy" in torch 2.15), and scripts/gpu_check.sh measures it.
+The model has three layers with 1.37 MiB of gradients each, and DDP's buckets hold 1 MiB. In the
+second step
+
+a) the gradients of layer 3 are sent before those of layer 1 are computed.
+b) all are sent when those of layer 1 are computed.
+c) those of layer 1 are sent first.
+
+These ranks are CPUs and use gloo. On GPUs a bucket is sent at the same moment. Whether the GPU
+computes meanwhile depends on NCCL's class ("nccl" or "nccl-legacy" in torch 2.15), and
+scripts/gpu_check.sh measures it.
 """
 
 from typing import Any
@@ -14,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-lesson.start(__doc__)
+lesson.start(__doc__, answer="a")
 WIDTH = 600
 BYTES = 4 * WIDTH * WIDTH  # of a layer's gradients
 CASES: dict[str, dict[str, Any]] = {

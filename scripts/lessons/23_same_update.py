@@ -1,7 +1,13 @@
 """With the same global batch, what makes the update of DDP differ from that of one device?
 
-Each line changes one thing. The update is one step of plain SGD. Half of the steps with twice the
-batch is the usual case: the global batch grows with the number of GPUs.
+Each line changes one thing. The update is one step of plain SGD.
+
+a) Nothing does.
+b) The seed of the weights does, if it differs by rank.
+c) Unequal shares, batch normalisation and dropout do.
+
+Half of the steps with twice the batch is the usual case: the global batch grows with the number of
+GPUs.
 """
 
 import _lesson as lesson
@@ -10,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-lesson.start(__doc__)
-BATCH, RATE = 16, 0.1
+lesson.start(__doc__, answer="c")
+BATCH = 16
+RATE = 0.1
 HARMLESS = ("nothing", "another seed for each rank's weights", "unequal shares, weighted losses")
 HARMFUL = ("unequal shares", "batch normalisation", "dropout", "half the steps, twice the batch")
 AND_RATE = "half the steps, twice the batch and the rate"
@@ -54,7 +61,8 @@ def on_rank(rank: int, world_size: int, change: str) -> Tensor:
 
 off = {}
 for change in (*HARMLESS, *HARMFUL, AND_RATE):
-    model, (inputs, labels) = build(change), data(change)
+    model = build(change)
+    inputs, labels = data(change)
     steps = zip(inputs.split(BATCH), labels.split(BATCH), strict=True)
     single = torch.stack([update(model, *batch, RATE) for batch in steps]).sum(dim=0)
     ddp = lesson.run(on_rank, 2, change)[0]

@@ -1,9 +1,15 @@
 """Do the ranks share batch normalisation, and does SyncBatchNorm raise the accuracy?
 
-By default each rank normalises its share by its own statistics. SyncBatchNorm uses those of all
-ranks, so every layer waits for every rank, which is slower. It runs on GPUs only. So the second
-part imitates eight ranks in one process: a layer that normalises each share, or the whole batch.
-(Here all shares update the running statistics, whereas DDP keeps those of rank 0.)
+Eight ranks have 32 samples each, or 2. Each layer normalises by the statistics of its rank's share,
+or, with SyncBatchNorm, by those of all ranks.
+
+a) They do not share it, and SyncBatchNorm helps with 2 samples only.
+b) They do not share it, and SyncBatchNorm helps with 32 samples, too.
+c) They share it, because DDP broadcasts buffers. SyncBatchNorm changes nothing.
+
+With SyncBatchNorm every layer waits for every rank, which is slower. It runs on GPUs only. So the
+second part imitates eight ranks in one process: a layer that normalises each share, or the whole
+batch. (Here all shares update the running statistics, whereas DDP keeps those of rank 0.)
 """
 
 from typing import Any
@@ -15,8 +21,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-lesson.start(__doc__)
-RANKS, CLASSES, FEATURES = 8, 10, 32
+lesson.start(__doc__, answer="a")
+RANKS = 8
+CLASSES = 10
+FEATURES = 32
 
 
 def work(rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,5 +1,13 @@
 """Four micro-steps, `no_sync` around the backward only: how often does DDP send?
 
+    loss = model(inputs).square().mean() / 4
+    with model.no_sync() if micro_step < 3 else nullcontext():
+        loss.backward()
+
+a) Never.
+b) Once, in the last micro-step.
+c) Four times.
+
 DDP decides in the forward whether the backward will send. So `no_sync` has to enclose the forward.
 """
 
@@ -12,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-lesson.start(__doc__)
+lesson.start(__doc__, answer="c")
 MICRO_STEPS = 4
 
 

@@ -1,5 +1,11 @@
 """Which gradients does DDP never average, without a word?
 
+A model is a body and a head, and is wrapped once. Which of these steps goes wrong?
+
+a) The forward and the backward of two micro-batches, one after the other.
+b) A step after the body, which was frozen when the model was wrapped, has been unfrozen.
+c) A step in which the ranks have other samples.
+
 DDP averages the gradients of a backward whose forward went through the wrapper, for the parameters
 that had requires_grad when the model was wrapped. In the first, third and fifth case here the ranks
 go on with gradients of their own, and no error says so. Rank 0 then saves one of several models.
@@ -14,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-lesson.start(__doc__)
+lesson.start(__doc__, answer="b")
 
 
 def losses(case: str, model: Any, inputs: Tensor) -> Iterator[Tensor]:

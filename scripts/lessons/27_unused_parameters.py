@@ -1,6 +1,11 @@
 """One layer gets no gradient in a step: in which step does DDP raise an error?
 
-DDP waits for the gradient of every parameter, and a bucket that is never full is never sent.
+DDP waits for the gradient of every parameter, and a bucket that is never full is never sent. The
+forward leaves out the same layer in each step.
+
+a) In the first one.
+b) In the second one.
+c) In none.
 """
 
 import os
@@ -11,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-lesson.start(__doc__)
+lesson.start(__doc__, answer="b")
 
 
 class TwoHeads(nn.Module):
@@ -20,7 +25,9 @@ class TwoHeads(nn.Module):
     def __init__(self, use_both: bool) -> None:
         super().__init__()
         self.use_both = use_both
-        self.body, self.head, self.spare = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 2)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 2)
+        self.spare = nn.Linear(4, 2)
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.body(inputs)

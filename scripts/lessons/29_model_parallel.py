@@ -1,9 +1,14 @@
 """A model lies on two devices: does DDP average the gradients of both halves?
 
 A model that is too large for one GPU can be cut into halves (model parallelism), and each rank then
-has two GPUs: 2 * local rank and the next one. DDP accepts such a model without `device_ids`. DP
-wants all weights on its first GPU. With four GPUs this lesson uses them. Otherwise both devices are
-the CPU: the calls are the same, and all weights are in one memory.
+has two GPUs: 2 * local rank and the next one.
+
+a) Yes, if the model is wrapped without `device_ids`.
+b) Yes, if both devices are in `device_ids`.
+c) Only those of the first half.
+
+DP wants all weights on its first GPU. With four GPUs this lesson uses them. Otherwise both devices
+are the CPU: the calls are the same, and all weights are in one memory.
 """
 
 import os
@@ -20,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-lesson.start(__doc__)
+lesson.start(__doc__, answer="a")
 WIDTH = 64
 events: list[str] = []
 

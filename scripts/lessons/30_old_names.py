@@ -1,5 +1,11 @@
 """Names and calls of old notes: what does PyTorch say to them, and what is right?
 
+One of them is `loss = dist.all_reduce(loss)`. After it,
+
+a) loss is the sum over the ranks.
+b) loss is None.
+c) nothing, because this call raises an error.
+
 Nearly all end with an error. The last three do not. The notes say something else about them.
 """
 
@@ -16,7 +22,7 @@ from torch.distributed import constants
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-lesson.start(__doc__)
+lesson.start(__doc__, answer="b")
 # These wrong names are meant: this hides them from type checkers.
 anything: Any = dist
 ddp: Any = DistributedDataParallel
@@ -32,7 +38,8 @@ def load_misspelt() -> None:
 
 
 def load_by_numel() -> None:
-    model, saved = nn.Linear(2, 3), {"weight": torch.zeros(2, 3)}  # the model's is [3, 2]
+    model = nn.Linear(2, 3)
+    saved = {"weight": torch.zeros(2, 3)}  # the model's is [3, 2]
     own = model.state_dict()
     same = {name: value for name, value in saved.items() if own[name].numel() == value.numel()}
     model.load_state_dict(same, strict=False)

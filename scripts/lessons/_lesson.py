@@ -1,4 +1,8 @@
-"""What the lessons share: the question, ranks as processes, a time limit, and the claim."""
+"""What the lessons share: the question, a guess, ranks as processes, a time limit, and the claim.
+
+The docstring of a lesson is the question, its setting, the possible answers, and then what explains
+the answer.
+"""
 
 import argparse
 import importlib
@@ -10,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 # The lessons need no GPU. With one, a rank that is forked after a backward could compute no other.
@@ -21,13 +26,23 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# What to print at the end to a user who has guessed.
+_verdict = ""
 # Seconds for the ranks. They need two to ten; a busy machine needs more, and nothing may hang.
 TIME_LIMIT = 60
 
 
-def start(doc: str | None) -> None:
-    """Begin a lesson: print the question, which is the first line of its docstring."""
-    parser = argparse.ArgumentParser(description=doc)
+def start(doc: str | None, answer: str) -> None:
+    """Begin a lesson: print the question, and with ``--predict`` ask for a guess.
+
+    Args:
+        doc: the lesson's docstring, with possible answers in lines that begin with a), b) and c).
+        answer: the letter of the right one.
+    """
+    global _verdict
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--predict", action="store_true", help="guess the answer first")
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends all processes, without a traceback
@@ -35,14 +50,25 @@ def start(doc: str | None) -> None:
     # DDP's constructor imports this, which takes seconds: once here, not in every rank.
     if hasattr(sys.modules["__main__"], "DistributedDataParallel"):
         importlib.import_module("torch._dynamo")
-    print(f"{(doc or '').splitlines()[0]}\n")
-    if args.predict and sys.stdin.isatty():
-        input("Your guess, then Enter: ")
+    question, *paragraphs = (doc or "").split("\n\n")
+    print(question + "\n")
+    if args.predict:
+        for paragraph in paragraphs:
+            print(paragraph + "\n")
+            if paragraph.startswith("a) "):
+                break
+        guess = input("Your guess (a letter): ").strip()[:1].lower()
+        is_right = "right" if guess == answer else "wrong"
+        choices = [line for line in paragraph.splitlines() if line.startswith(f"{answer}) ")]
+        _verdict = f"Your guess, {guess}), was {is_right}. The answer is {choices[0]}"
+        print()
 
 
 def claim(text: str) -> None:
-    """End a lesson with what its asserts have shown."""
+    """End a lesson with what its asserts have shown, and with whether the guess was right."""
     print(f"\nShown: {text}")
+    if _verdict:
+        print(_verdict)
 
 
 def run(
@@ -59,7 +85,9 @@ def run(
         may_fail: return the error of a rank as a string, instead of raising it.
     """
     context = mp.get_context("fork")  # the ranks need not import torch again
-    barrier, results, started = context.Barrier(world_size), [], []
+    barrier = context.Barrier(world_size)
+    results = []
+    started = []
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(world_size):
             pipe, theirs = context.Pipe(duplex=False)
@@ -75,7 +103,9 @@ def run(
                 result, error = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 process.join()
-                result, error = None, f"the process ended with status {process.exitcode}"
+                result = None
+                said = Path(folder, f"stderr{rank}").read_text().strip()
+                error = f"the process ended with status {process.exitcode}. {said}"
             if error and not may_fail:
                 raise RuntimeError(error)
             results.append(error or result)
@@ -104,12 +134,16 @@ def _rank(
     pipe: Any, barrier: Any, folder: str, timeout: float | None, work: Any, *args: Any
 ) -> None:
     rank, world_size = args[:2]
-    result, error = None, ""
+    result = None
+    error = ""
+    # C++ prints why it aborts a process. The lesson shows it where it belongs.
+    with open(f"{folder}/stderr{rank}", "w") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
     barrier.wait()  # a short timeout must not include the time to start
     try:
         if timeout is not None:
-            place, limit = f"file://{folder}/store", timedelta(seconds=timeout)
-            dist.init_process_group("gloo", place, limit, world_size, rank)
+            limit = timedelta(seconds=timeout)
+            dist.init_process_group("gloo", f"file://{folder}/store", limit, world_size, rank)
             barrier.wait()  # no rank leaves before the others have their connections
         result = work(*args)
     except Exception as raised:
