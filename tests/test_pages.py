@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchvision.transforms.functional import to_pil_image
 
 from tests.helpers import in_group
-from tests.processes import ROOT, run, succeed, torchrun
+from tests.processes import ROOT, succeed, torchrun
 
 PATHS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
 PAGES = {str(p.relative_to(ROOT)): p.read_text() for p in PATHS}
@@ -283,13 +283,12 @@ def test_own_model_and_data_and_a_prediction(tmp_path):
 
 @pytest.mark.slow
 def test_the_examples_learn(tmp_path):
-    # Not their exit status: gloo aborts one plain end in a hundred (pytorch/pytorch#179291).
     lines = [f"{n % 2}\ta {word} film" for n, word in enumerate(["good", "bad"] * 150)]
     for part in ("train", "test"):
         (tmp_path / f"{part}.txt").write_text("\n".join(lines))
     (tmp_path / "train.txt").write_text("\n".join([*lines, "", *["1\t"] * 40]))
     examples = ROOT / "docs" / "examples"
-    ended = run(*torchrun(2, examples / "text.py", "--data-dir", "."), cwd=tmp_path)
+    ended = succeed(*torchrun(2, examples / "text.py", "--data-dir", "."), cwd=tmp_path)
     assert "epoch 5: accuracy 100.0% of 300" in ended.text, ended.text
     generator = torch.Generator().manual_seed(0)
     for channel, name in enumerate(("red", "green")):
@@ -300,8 +299,8 @@ def test_the_examples_learn(tmp_path):
             to_pil_image(picture).save(tmp_path / "pictures" / name / f"{number}.png")
     command = torchrun(2, examples / "pictures.py", "--num-workers", 0, "--epochs", 8)
     command += ["--batch-size", 8]
-    first = run(*command, "--patience", 0, cwd=tmp_path).stdout  # which stops after an epoch
-    rest = run(*command, "--resume", cwd=tmp_path).stdout
+    first = succeed(*command, "--patience", 0, cwd=tmp_path).stdout  # which stops after an epoch
+    rest = succeed(*command, "--resume", cwd=tmp_path).stdout
     assert first.startswith("2 classes, 96 images to train\nepoch 1: "), first
     assert "train\nepoch 2: " in rest
     assert "accuracy 100.0%" in rest
