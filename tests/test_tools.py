@@ -185,14 +185,14 @@ def test_where_data_parallel_only_calls_the_model_no_speed_up_is_printed(tmp_pat
 
 
 @pytest.fixture
-def pictures():
+def figures():
     pytest.importorskip("matplotlib", reason="needs matplotlib")
-    from scripts.tools import pictures
+    from scripts.tools import figures
 
-    return pictures
+    return figures
 
 
-def test_a_picture_of_runs_has_text_and_follows_the_colour_scheme(pictures, tmp_path, monkeypatch):
+def test_a_picture_of_runs_has_text_and_follows_the_colour_scheme(figures, tmp_path, monkeypatch):
     for size in (1, 2):
         folder = tmp_path / str(size)
         folder.mkdir()
@@ -201,23 +201,23 @@ def test_a_picture_of_runs_has_text_and_follows_the_colour_scheme(pictures, tmp_
         row = {"global_step": 156, "test_accuracy": 0.97, "train_loss": 0.4}
         (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     drawn = tmp_path / "drawn.svg"
-    monkeypatch.setattr(sys, "argv", ["pictures.py", str(drawn), str(tmp_path / "1"), str(folder)])
-    pictures.main()
+    monkeypatch.setattr(sys, "argv", ["figures.py", str(drawn), str(tmp_path / "1"), str(folder)])
+    figures.main()
     texts = {"".join(element.itertext()) for element in ElementTree.parse(drawn).iter()}
     assert {"processes: 1, batch of each: 384", "processes: 2, batch of each: 192"} <= texts
     assert "prefers-color-scheme: dark" in drawn.read_text()
-    assert pictures.INK not in drawn.read_text()
+    assert figures.INK not in drawn.read_text()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bucket_cap_mb", [16, 4])
 def test_a_step_with_one_bucket_sends_after_the_backward_and_with_several_during_it(
-    pictures, bucket_cap_mb, tmp_path, monkeypatch
+    figures, bucket_cap_mb, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(pictures, "STEPS", 3)
-    for steps in on_ranks(lambda rank: pictures.profile_steps(rank, tmp_path, bucket_cap_mb)):
-        begins = [start for start, *_, name in steps[-1] if name == pictures.SEND]
-        ends = [end for _, end, _, name in steps[-1] if name == pictures.BACKWARD]
+    monkeypatch.setattr(figures, "STEPS", 3)
+    for steps in on_ranks(lambda rank: figures.profile_steps(rank, tmp_path, bucket_cap_mb)):
+        begins = [start for start, *_, name in steps[-1] if name == figures.SEND]
+        ends = [end for _, end, _, name in steps[-1] if name == figures.BACKWARD]
         assert len(begins) == 16 // bucket_cap_mb
-        assert len(ends) == pictures.LAYERS
+        assert len(ends) == figures.LAYERS
         assert (min(begins) < max(ends)) == (bucket_cap_mb == 4)

@@ -2,7 +2,7 @@
 
 A step of DDP is a profile of the program below, which two processes run on the CPU:
 
-    python scripts/tools/pictures.py docs/step_of_ddp.svg
+    python scripts/tools/figures.py docs/step_of_ddp.svg
 
 The same training on 1, 2 and 4 processes is read from finished runs of the training scripts. The
 rate is a quarter of the default, or differences in rounding would grow from step to step:
@@ -12,7 +12,7 @@ rate is a quarter of the default, or differences in rounding would grow from ste
     python train_single.py $flags --batch-size 384 --run-dir runs/1
     $torchrun 2 train_ddp.py $flags --batch-size 192 --run-dir runs/2
     $torchrun 4 train_ddp.py $flags --batch-size 96 --run-dir runs/4
-    python scripts/tools/pictures.py docs/same_training.svg runs/1 runs/2 runs/4
+    python scripts/tools/figures.py docs/same_training.svg runs/1 runs/2 runs/4
 """
 
 import argparse
@@ -154,7 +154,7 @@ def save(figure: Figure, path: Path, title: str) -> None:
     """Write an SVG that follows the reader's colour scheme, with its text as text."""
     content = io.StringIO()
     figure.savefig(content, format="svg", metadata={"Title": title, "Date": None}, transparent=True)
-    made_by = f"python scripts/tools/pictures.py {' '.join(sys.argv[1:])}"
+    made_by = f"python scripts/tools/figures.py {' '.join(sys.argv[1:])}"
     made_with = f"torch {torch.__version__} on {os.cpu_count()} CPU cores"
     head = f"</title>\n <desc>Made by {made_by} with {made_with}</desc>\n <style>{STYLE}</style>"
     text = content.getvalue().replace(INK, "currentColor")
