@@ -114,8 +114,8 @@ for part in "$@"; do
     printf '\n## %s\n\n' "$part"
     REPORT_FOLDER=$folder timeout --foreground --signal KILL "${PART_SECONDS:-600}" \
         scripts/gpu_check.sh "$part" 2>&1 || {
+        echo "FAILED: $part, with status $? (137: it took too long)"
         failed=1
-        echo "FAILED: $part"
     }
     end_part
     [[ $part != "${*: -1}" ]] || exit "$failed"
