@@ -69,7 +69,7 @@ def stubs() -> str:
 
     They are weak: a function in runtime.cpp, nccl.cpp or driver.cpp takes precedence.
     """
-    libraries = sorted((SITE / "torch/lib").glob("lib*.so"))
+    libraries = map(str, sorted((SITE / "torch/lib").glob("lib*.so")))
     command = ["nm", "--dynamic", "--undefined-only", *libraries]
     symbols = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     program = "void say(const char*, ...);\n"
@@ -110,7 +110,7 @@ def build(folder: Path) -> None:
         [*compiler, "-Wl,-soname,libcuda.so.1", *cuda, "-o", folder / "cuda.so"],
         [*compiler, *operations, "-o", folder / "operations.so", *libraries],
     ]
-    started = [subprocess.Popen(job) for job in jobs]
+    started = [subprocess.Popen([*map(str, job)]) for job in jobs]
     statuses = [process.wait() for process in started]
     if any(statuses):
         sys.exit("Pretended GPUs: the compiler failed")
