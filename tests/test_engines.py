@@ -63,12 +63,20 @@ class Machine:
     def crash(self):
         """Kill every process of this machine, and so the machine."""
         network = os.stat(self.network).st_ino
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if (folder / "ns" / "net").stat().st_ino == network:
-                    os.kill(int(folder.name), signal.SIGKILL)
-            except OSError:
-                continue  # it has ended meanwhile
+
+        def kill_all():
+            """Return whether there was no process left. One that has ended has no network."""
+            left = 0
+            for folder in Path("/proc").glob("[0-9]*"):
+                try:
+                    if (folder / "ns" / "net").stat().st_ino == network:
+                        left += 1
+                        os.kill(int(folder.name), signal.SIGKILL)
+                except OSError:
+                    continue  # it has ended meanwhile
+            return left == 0
+
+        wait_until(kill_all)
         self.holder.communicate()
 
 
@@ -276,7 +284,15 @@ class Slurm:
         return dict(re.findall(r"(\w+)=(\S*)", told))
 
     def wait_for(self, number, **facts):
-        wait_until(lambda: self.job(number).items() >= facts.items(), self.daemons[1], LONG)
+        """Wait until Slurm says this of a job, and fail if the job ends otherwise."""
+        states = ["PENDING", "RUNNING", "COMPLETING", facts.get("JobState")]
+
+        def is_there():
+            found = self.job(number)
+            assert found["JobState"] in states, (found, self.output.read_text())
+            return found.items() >= facts.items()
+
+        wait_until(is_there, self.daemons[1], LONG)
 
     def wait_for_text(self, text):
         def is_there():
