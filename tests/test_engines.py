@@ -61,7 +61,7 @@ class Machine:
         return ended.stdout
 
     def crash(self):
-        """Kill every process of this machine, and so the machine."""
+        """Kill every process of this machine. Its network stays, or the cable would go too."""
         network = os.stat(self.network).st_ino
 
         def kill_all():
@@ -69,7 +69,8 @@ class Machine:
             left = 0
             for folder in Path("/proc").glob("[0-9]*"):
                 try:
-                    if (folder / "ns" / "net").stat().st_ino == network:
+                    is_here = (folder / "ns" / "net").stat().st_ino == network
+                    if is_here and int(folder.name) != self.holder.pid:
                         left += 1
                         os.kill(int(folder.name), signal.SIGKILL)
                 except OSError:
@@ -77,6 +78,10 @@ class Machine:
             return left == 0
 
         wait_until(kill_all)
+
+    def end(self):
+        self.crash()
+        self.holder.kill()
         self.holder.communicate()
 
 
@@ -93,9 +98,9 @@ def two_machines(tmp_path):
             commands = f"hostname node{i}; mount --bind {file} /etc/hosts; ip link set lo up"
             commands += "; echo ready; exec sleep infinity"
             holder = start("unshare", "--net", "--uts", "--mount", "bash", "-ec", commands)
-            machines.append(Machine(f"node{i}", addresses[i], holder))
             if holder.stdout.readline() != "ready\n":
                 pytest.skip(f"needs namespaces: {finish(holder).stderr}")
+            machines.append(Machine(f"node{i}", addresses[i], holder))
         one, other = (machine.holder.pid for machine in machines)
         cable = f"ip link add eth0 netns {one} type veth peer name eth0 netns {other}"
         succeed(*cable.split())
@@ -109,8 +114,7 @@ def two_machines(tmp_path):
 
     yield begin
     for machine in machines:
-        if machine.holder.poll() is None:
-            machine.crash()
+        machine.end()
 
 
 def saved_step(folder):
@@ -207,7 +211,7 @@ def test_the_doctor_measures_each_pair_of_machines(two_machines):
         assert lines[-1] == "OK"
         assert f"ranks [1] are on node1 ({addresses[1]})" in first.stdout
         while machines:
-            machines.pop().crash()
+            machines.pop().end()
 
 
 def test_the_doctor_says_which_address_belongs_into_the_file_of_hosts(two_machines):
@@ -405,11 +409,11 @@ def image():
     run("podman", "rmi", IMAGE)
 
 
-def in_container(*options):
-    """Return the beginning of a command that runs in a new container without a network."""
+def in_container(*options, network="none"):
+    """Return the beginning of a command that runs in a new container."""
     limits = [f"--ulimit={name}=4096:4096" for name in ("nofile", "nproc")]  # more may be refused
     shown = ["--env", "OMP_NUM_THREADS=1", "--shm-size", "256m"]
-    return [*PODMAN, "run", "--rm", "--network", "none", *limits, *shown, *options]
+    return [*PODMAN, "run", "--rm", "--network", network, *limits, *shown, *options]
 
 
 @pytest.mark.timeout(3600)
@@ -441,11 +445,15 @@ def test_the_job_of_kubernetes_trains_in_two_containers(image, two_machines, dig
     containers = []
     for index, machine in enumerate(two_machines()):
         words = [word.replace("$(JOB_COMPLETION_INDEX)", str(index)) for word in command]
-        options = ["--network", f"ns:{machine.network}", "--volume", f"{tmp_path}:/shared"]
-        options += ["--add-host", "mnist-ddp-0.mnist-ddp:10.77.0.1"]
+        options = [
+            "--volume",
+            f"{tmp_path}:/shared",
+            "--add-host",
+            "mnist-ddp-0.mnist-ddp:10.77.0.1",
+        ]
         options += ["--add-host", f"mnist-ddp-{index}:{machine.address}"]
         options += ["--hostname", f"mnist-ddp-{index}", IMAGE]
-        containers.append(start(*in_container(*options), *words))
+        containers.append(start(*in_container(*options, network=f"ns:{machine.network}"), *words))
     for container in containers:
         ended = finish(container, LONG)
         assert ended.status == 0, ended.text
