@@ -30,10 +30,7 @@ print("peak_memory_mb", *map(round, run["peak_memory_mb"]))' \
     failed=1
 }
 
-part_machine() {
-    python3 -m torch.utils.collect_env
-    nvidia-smi topo -m
-}
+part_machine() { python3 -m torch.utils.collect_env && nvidia-smi topo -m; }
 
 part_doctor() { "${torchrun[@]}" "$gpus" scripts/tools/doctor.py; }
 
@@ -71,11 +68,7 @@ part_benchmark() { python3 scripts/tools/benchmark.py -- "${flags[@]}"; }
 
 # Is an epoch enough for 99 %, and how long does it take?
 part_time() {
-    local seed
-    for seed in 0 1 2 3 4; do
-        train "epoch-$seed" python3 train_single.py --seed "$seed"
-        train "epoch-of-768-$seed" python3 train_single.py --batch-size 768 --seed "$seed"
-    done
+    for seed in 0 1 2 3 4; do train "epoch-$seed" python3 train_single.py --seed "$seed"; done
 }
 
 if [[ -n ${REPORT_FOLDER:-} ]]; then # see the end
