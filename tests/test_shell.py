@@ -249,3 +249,22 @@ def test_quickstart_for_real(digits_dir, tmp_path):
     assert rows == [["single", "1"], ["dp", "1"], ["ddp", "2"]]
     assert "dp: nn.DataParallel only calls the model" in ended.stdout
     assert not (tmp_path / ".venv").exists()
+
+
+def test_run_ssh_passes_the_settings_on_to_every_host(tmp_path):
+    """Or a host would use a port that is taken, another network, or another script."""
+    fake(tmp_path, "ssh", 'echo "$3"')
+    settings = {
+        "HOST0": "10.0.0.1",
+        "NPROC_PER_NODE": "4",
+        "MASTER_PORT": "29501",
+        "SCRIPT": "scripts/minimal/ddp.py",
+        "GLOO_SOCKET_IFNAME": "eth1",
+        "NCCL_SOCKET_IFNAME": "eth2",
+        "NCCL_DEBUG": "INFO",
+    }
+    ssh = {"SSH": str(tmp_path / "ssh"), "HOSTS": "a b"}
+    ended = succeed(SCRIPTS / "run_ssh.sh", **ssh, **settings)
+    for host in ("a", "b"):
+        (line,) = [line for line in ended.stdout.splitlines() if line.startswith(f"[{host}] ")]
+        assert {*line.split()} >= {f"{name}={value}" for name, value in settings.items()}
