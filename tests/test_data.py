@@ -214,3 +214,9 @@ def test_a_data_set_that_does_not_exist_is_one_line(name, message):
     assert data.load("os.path:split", "here/there") == ("here", "there")
     with pytest.raises(UsageError, match=message):
         data.load(name, "here")
+
+
+def test_a_shifted_image_has_the_colour_of_the_background_at_its_border():
+    black = torch.zeros(64, 28, 28, dtype=torch.uint8)
+    floats, _ = data.Transform("mnist", CPU)([black, torch.zeros(64)], augment=True)
+    torch.testing.assert_close(floats, torch.full((64, 1, 28, 28), -0.1307 / 0.3081))

@@ -73,3 +73,15 @@ def test_an_evaluation_is_exact_and_keeps_no_graph():
     loss = F.cross_entropy(outputs, labels, reduction="sum")
     torch.testing.assert_close(sums[0], loss.double())
     assert sums[1:].tolist() == [(outputs.argmax(1) == labels).sum(), 21]
+
+
+def test_after_ten_steps_an_evaluation_normalises_as_the_training_does():
+    """An epoch of large batches has not many more. PyTorch's default would need fifty."""
+    torch.manual_seed(0)
+    images = torch.randn(96, 1, 28, 28)
+    model = models.build("convnet")
+    with torch.no_grad():
+        for _ in range(10):
+            trained = model(images)
+        evaluated = model.eval()(images)
+    assert (evaluated - trained).norm() < 0.1 * trained.norm()
