@@ -31,12 +31,14 @@ def test_a_folder_belongs_to_one_process_until_it_ends():
 
     holder = fork(hold)
     child = receive.recv()
-    with pytest.raises(UsageError, match="a is in use by another run: pass another --run-dir"):
+    try:
+        with pytest.raises(UsageError, match="a is in use by another run: pass another --run-dir"):
+            open_run_dir(args)
+        holder.kill()
+        os.waitpid(holder.pid, 0)  # join() would wait for the child, too
         open_run_dir(args)
-    holder.kill()
-    os.waitpid(holder.pid, 0)  # join() would wait for the child, too
-    open_run_dir(args)
-    os.kill(child, signal.SIGKILL)
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path, monkeypatch):
