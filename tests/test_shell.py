@@ -243,7 +243,8 @@ def test_quickstart_for_real(digits_dir, tmp_path):
     dead = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
     flags = ["--model", "linear", "--max-steps", 30, "--data-dir", tmp_path / "data"]
     shutil.copytree(digits_dir / "Synthetic", tmp_path / "data" / "Synthetic")
-    ended = succeed(tmp_path / "scripts" / "quickstart.sh", *flags, cwd=tmp_path, **dead)
+    script = tmp_path / "scripts" / "quickstart.sh"
+    ended = succeed(script, *flags, cwd=tmp_path, timeout=280, **dead)
     assert "Going on with drawn digits" in ended.stderr
     rows = [line.split()[:2] for line in ended.stdout.splitlines() if "%" in line]
     assert rows == [["single", "1"], ["dp", "1"], ["ddp", "2"]]
