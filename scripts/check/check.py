@@ -7,23 +7,26 @@
 
 Start it in the folder in which you start your script, and with the Python that has the script's
 packages. It needs no GPU and changes nothing: the script runs in a copy of its project, for two
-short epochs, with pretended GPUs. Exit status: 0 nothing wrong, 1 something wrong, 2 usage, 3 not
-judged.
+short epochs, with pretended GPUs. Exit status: 0 nothing wrong, 1 something wrong (a WRONG, and
+with --strict a WARN), 2 usage, 3 not judged.
 """
 
 import argparse
 import contextlib
+import fcntl
 import importlib.util
 import json
 import os
 import re
 import signal
 import socket
+import struct
 import sys
 import tempfile
+import termios
 import time
 from pathlib import Path
-from subprocess import DEVNULL, STDOUT, Popen
+from subprocess import STDOUT, Popen
 from typing import Any
 
 import project
@@ -33,6 +36,7 @@ RANK = Path(__file__).resolve().with_name("rank.py")
 MOST_RANKS = 8
 GRACE = 10  # seconds in which the other ranks may end after one that failed
 IDLE, BUSY = 15, 50  # ranks wait for ever if they work for less than 0.5 s in 15 s
+SAMPLES = 16  # of each rank in an epoch
 # Variables of launchers, which a script must not find here, and those that ask for another one.
 LAUNCHERS = re.compile(
     "RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|NODE_RANK|(GROUP|ROLE)_(RANK|WORLD_SIZE|NAME)"
@@ -49,37 +53,42 @@ def check(script: Path, package: str | None, args: argparse.Namespace) -> verdic
     """Run a script, and judge it. Run it again if it starts its ranks itself, or wants others.
 
     It runs in the current folder. ``package`` is the package of a script that is run as a module.
+    A run that fails with smaller numbers is made again with the script's own.
     """
     began, script, folder = time.monotonic(), script.resolve(), Path.cwd()
     home = project.home_of(script, folder)
     inner = folder.relative_to(home) if folder.is_relative_to(home) else folder
-    request = {"nodes": args.nodes, "limit": args.limit, "arguments": args.arguments}
-    request |= {"script": str(script.relative_to(home)), "folder": str(inner), "package": package}
+    fixed = {"nodes": args.nodes, "limit": args.limit, "arguments": args.arguments}
+    fixed |= {"script": str(script.relative_to(home)), "folder": str(inner), "package": package}
     text = "".join(map(project.text_of, sorted(script.parent.glob("*.py"))[:20]))
     report: dict[str, Any] = {}
     tried: list[Any] = []
-    wanted: tuple[int, str, tuple[str, ...]] = (args.ranks, "torchrun", ())
+    wanted: tuple[int, str, tuple[str, ...], bool] = (args.ranks, "torchrun", (), True)
     while wanted not in tried and 2 <= wanted[0] <= MOST_RANKS and wanted[0] % args.nodes == 0:
         tried.append(wanted)
-        world, mode, left_out = wanted
+        world, mode, left_out, is_small = wanted
         with tempfile.TemporaryDirectory(prefix="check-", ignore_cleanup_errors=True) as place:
             root = Path(os.path.realpath(place), *home.parts[1:][-3:-1], home.name or "code")
-            project.BOUNDS[project.BATCHES] = 2 * world
+            project.bound(world, is_small)
             project.copy(home, root, [script, folder], left_out)
-            request |= {"world": world, "mode": mode, "root": str(root)}
-            told = request | run(request) | {"left_out": left_out}
+            request = fixed | {"world": world, "mode": mode, "root": str(root)}
+            request |= {"is_small": is_small, "samples": SAMPLES if is_small else 4 * SAMPLES}
+            told = request | run(request) | {"left_out": left_out, "strict": args.strict}
         kinds = {event["kind"] for event in told["events"]}
-        if left_out and "step" not in kinds:
-            break  # the files that were left out are not the reason
-        report = told
-        has_failed = any(end["how"] == "error" for end in report["ends"].values())
-        if OTHERS.search(text) and mode == "torchrun" and ("group" not in kinds or has_failed):
-            wanted = (world, "all", ())
+        hows = {end["how"] for end in told["ends"].values()}
+        has_changes = any(end.get("changed") for end in told["ends"].values())
+        if (left_out and "step" not in kinds) or (not is_small and "time" in hows):
+            break  # neither the files that were left out nor the numbers are the reason
+        report = told | {"failed": "" if is_small else verdict.failed(report)}
+        if OTHERS.search(text) and mode == "torchrun" and ("group" not in kinds or "error" in hows):
+            wanted = (world, "all", (), True)
+        elif hows & {"error", "waited"} and ("group" in kinds or has_changes):
+            wanted = (world, mode, left_out, False)
         for end in report["ends"].values():
-            wanted = (*end["wants"], ()) if "wants" in end else wanted
+            wanted = (*end["wants"], (), True) if "wants" in end else wanted
         older = {event.get("path", "") for event in told["events"] if event.get("older")}
         if older and "step" not in kinds:  # a run that has finished here has nothing left to do
-            wanted = (world, mode, tuple(sorted(older)))
+            wanted = (world, mode, tuple(sorted(older)), True)
     return verdict.judge(report | {"seconds": time.monotonic() - began})
 
 
@@ -89,18 +98,24 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         request = request | {"port": free.getsockname()[1]}
     kept = {name: text for name, text in os.environ.items() if not LAUNCHERS.fullmatch(name)}
     processes, root = [], Path(request["root"])
+    # Scripts ask a terminal for its size. Whoever reads from it finds its end.
+    keyboard, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    os.write(keyboard, b"\x04" * 64)
     for rank in range(request["world"]):
         command = [sys.executable, str(RANK), json.dumps(request | {"rank": rank})]
         # Ranks differ in the order of sets of strings. Sessions, so that what they start ends, too.
         setting: dict[str, Any] = {"env": kept | SETTINGS | {"PYTHONHASHSEED": str(rank + 1)}}
-        setting |= {"stderr": STDOUT, "stdin": DEVNULL, "start_new_session": True}
+        setting |= {"stderr": STDOUT, "stdin": terminal, "start_new_session": True}
         with open(root / f".out{rank}", "w") as output:
             processes.append(Popen(command, stdout=output, **setting))
     try:
-        are_idle = _wait(processes, time.monotonic() + request["limit"])
+        are_idle = _wait(processes, time.monotonic() + request["limit"] + GRACE)
         late = "stopped" if any(process.poll() for process in processes) else "time"
         hows = [late if process.poll() is None else "error" for process in processes]
     finally:  # also after Ctrl-C
+        os.close(terminal)
+        os.close(keyboard)
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -124,14 +139,15 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
 def _wait(processes: list[Popen[bytes]], until: float) -> bool:
     """Wait for the ranks. If all are idle, they wait in vain: abort them, and return True."""
     are_idle = False
-    spent, since = 0, time.monotonic()
+    spent, since, most = 0, time.monotonic(), [0] * len(processes)
     while any(process.poll() is None for process in processes) and time.monotonic() < until:
         time.sleep(0.1)
         # A rank that fails, or that asks for another start, leaves with 1. The others may wait.
         if any(process.poll() for process in processes):
             until = min(until, time.monotonic() + GRACE)
-        if (now := sum(map(_ticks, processes))) > spent + BUSY:
-            spent, since = now, time.monotonic()
+        most = list(map(max, most, map(_ticks, processes)))  # one that has ended spends nothing
+        if sum(most) > spent + BUSY:
+            spent, since = sum(most), time.monotonic()
         elif time.monotonic() > since + IDLE:
             are_idle = True
             for process in processes:
@@ -141,9 +157,9 @@ def _wait(processes: list[Popen[bytes]], until: float) -> bool:
 
 
 def _ticks(process: Popen[bytes]) -> int:
-    """Return the CPU time that a process has spent, in hundredths of a second."""
+    """Return the CPU time that a process and its children have spent, in hundredths of a second."""
     fields = project.text_of(Path(f"/proc/{process.pid}/stat")).rpartition(")")[2].split()
-    return sum(map(int, fields[11:13]))
+    return sum(map(int, fields[11:15]))
 
 
 def _aborted(root: Path, rank: int) -> tuple[str, bool]:
@@ -157,6 +173,7 @@ def _aborted(root: Path, rank: int) -> tuple[str, bool]:
 
 
 def main() -> int:
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may end the printing
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -166,6 +183,7 @@ def main() -> int:
     add("--nodes", type=int, default=1, help="number of hosts that they play (default: 1)")
     add("--limit", type=float, default=120.0, help="seconds (default: 120)")
     add("--json", action="store_true", help="print one JSON object")
+    add("--strict", action="store_true", help="exit status 1 for a WARN, too")
     add("-m", action="store_true", help="SCRIPT is a module, as for python -m")
     add("script", nargs="?")
     add("arguments", nargs=argparse.REMAINDER, help="the script's own; {node} is the host's number")

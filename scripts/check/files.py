@@ -13,7 +13,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-import project
 import record
 import torch
 from record import replaces, state
@@ -71,13 +70,14 @@ def open_number(real: Any, path: Any, flags: int, *args: Any, **keywords: Any) -
 @replaces(builtins, io, name="open")
 def open_file(real: Any, file: Any, mode: str = "r", *args: Any, **keywords: Any) -> Any:
     path = place_of(file, "w" if set(mode) & set("wax+") else "r")
-    if mode[0] in "wx" and path is not None and isinstance(file, str | os.PathLike):
+    if mode[0] in "wxa" and path is not None and isinstance(file, str | os.PathLike):
         name = name_of(file)
         is_own = name.endswith("lock") or any(
             part.startswith((".", "__py")) for part in name.split("/")
         )
         if next(record.frames(), "") and not unwatched.depth and not is_own and name[0] != "/":
-            record.tell("every rank saves", level="WARN", same=name, path=name)
+            kind = "every rank logs" if mode[0] == "a" else "every rank saves"
+            record.tell(kind, level="WARN", same=name, path=name, name=name)
     return real(path, mode, *args, **keywords)
 
 
@@ -100,14 +100,12 @@ def save(real: Any, obj: Any, f: Any, *args: Any, **keywords: Any) -> None:
 
 @replaces(torch)
 def load(real: Any, f: Any, map_location: Any = None, *args: Any, **keywords: Any) -> Any:
-    is_older = False
     if isinstance(f, str | os.PathLike):
         f = place_of(f, "r")
         with unwatched:
             is_older = os.path.exists(f) and os.path.getmtime(f) < state.began
             record.tell("load", path=os.path.realpath(f), older=is_older)
-    found = real(f, map_location if callable(map_location) else "cpu", *args, **keywords)
-    return project.begun_again(found) if is_older else found
+    return real(f, map_location if callable(map_location) else "cpu", *args, **keywords)
 
 
 def _lock(real: Any, file: Any, operation: int, *args: Any) -> Any:

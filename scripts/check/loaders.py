@@ -20,21 +20,22 @@ from record import replaces, state
 from torch import Tensor
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-BATCH = 4
-SAMPLES = 16  # samples of each rank in an epoch: four whole batches
+BATCH = 4  # an epoch has four of them by default
 COMPARED = 6  # samples of a data set whose content is compared
+KEPT = 8  # data sets whose content is known
 NO_WORKERS = {"num_workers": 0, "timeout": 0, "multiprocessing_context": None}
 NO_WORKERS |= {"prefetch_factor": None, "persistent_workers": False, "pin_memory": False}
-GENERATORS: dict[str, tuple[Any, Any]] = {
-    "torch": (torch.get_rng_state, torch.set_rng_state),
-    "random": (random.getstate, random.setstate),
-    "numpy": (np.random.get_state, np.random.set_state),
+GENERATORS: dict[str, tuple[Any, Any, Any, str]] = {  # get and set a state, and who seeds
+    "torch": (torch.get_rng_state, torch.set_rng_state, torch, "manual_seed"),
+    "random": (random.getstate, random.setstate, random, "seed"),
+    "numpy": (np.random.get_state, np.random.set_state, np.random, "seed"),
 }
 whole_lengths = record.Nested()  # while data sets tell their real lengths
 latest: list["Pass"] = []  # the passes whose batches the last forward saw
 _open: list["Pass"] = []
-_datasets: defaultdict[str, dict[int, Any]] = defaultdict(dict)  # by the lines of their loaders
-_contents: dict[int, list[int]] = {}  # by the id of the data set
+_contents: dict[int, tuple[Any, list[int]]] = {}  # a data set and its content, by its id
+_lengths: defaultdict[str, dict[int, int]] = defaultdict(dict)  # by the lines of their loaders
+_seeds: dict[str, str] = {}  # the line that seeded each generator last
 _counts: Counter[str] = Counter()  # number of passes, by the key of the loader
 _epochs: Counter[str] = Counter()  # number of passes that trained, by the key of the loader
 _former: dict[str, "Pass"] = {}  # the training pass before, by the key of the loader
@@ -42,19 +43,21 @@ _former: dict[str, "Pass"] = {}  # the training pass before, by the key of the l
 
 def shorter(length: int) -> int:
     """Return a length that divides by the number of ranks exactly if the given one does."""
-    most = SAMPLES * state.world
+    most = state.samples * state.world
     return length if length <= most or whole_lengths.depth else most - (-length % state.world)
 
 
 @replaces(data, data.dataset)
 def random_split(real: Any, dataset: Any, lengths: Any, *args: Any, **keywords: Any) -> Any:
-    """Split by the lengths that are written, or by those that follow from a short length."""
+    """Split the whole set, so that each part has enough samples."""
     lengths, short = list(lengths), len(dataset)
-    if sum(lengths) == short and min(lengths) >= 0:
-        return real(dataset, lengths, *args, **keywords)
     with whole_lengths:
-        if sum(lengths) == short:  # such as 55000 and what is left
-            lengths[-1] += len(dataset) - short
+        whole = len(dataset)
+        if sum(lengths) == short and min(lengths) >= 0:  # parts of a short length
+            lengths = [length * whole // short for length in lengths]
+            lengths[0] += whole - sum(lengths)
+        elif sum(lengths) == short:  # such as 55000 and what is left
+            lengths[-1] += whole - short
         return real(dataset, lengths, *args, **keywords)
 
 
@@ -93,22 +96,37 @@ def digest(value: Any) -> int:
 
 def marks() -> dict[str, int]:
     """Return a checksum of the state of each random generator."""
-    return {name: digest(get()) for name, (get, _) in GENERATORS.items()}
+    return {name: digest(get()) for name, (get, *_) in GENERATORS.items()}
+
+
+def _note_seed(name: str, real: Any, *args: Any, **keywords: Any) -> Any:
+    if line := next(record.frames(), ""):
+        _seeds[name] = line
+    return real(*args, **keywords)
+
+
+for _name, (*_, _owner, _seeding) in GENERATORS.items():
+    replaces(_owner, name=_seeding)(functools.partial(_note_seed, _name))
+
+
+def seeded(name: str) -> dict[str, str]:
+    """Return the line that seeded a generator, as a fact. Nothing may have seeded it."""
+    return {"line": _seeds[name]} if name in _seeds else {}
 
 
 def tell_draws(where: str, before: dict[str, int], key: str = "", seed: int | None = None) -> None:
     """Tell from which states numbers were drawn since: equal states draw equal numbers."""
     for name, after in marks().items():
         if after != before.get(name, after):
-            mark = before[name] if seed is None else seed
-            same = (where, key, name, mark)
-            record.tell("equal random numbers", same=same, where=where, name=name)
+            same = (where, key, name, before[name] if seed is None else seed)
+            line = seeded(name if seed is None else "torch")  # which gives workers their seeds
+            record.tell("equal random numbers", same=same, where=where, name=name, **line)
 
 
 @contextlib.contextmanager
 def randomness_kept() -> Iterator[None]:
     """Give the generators their states back at the end of a block."""
-    states = [(put, get()) for get, put in GENERATORS.values()]
+    states = [(put, get()) for get, put, *_ in GENERATORS.values()]
     try:
         yield
     finally:
@@ -129,8 +147,10 @@ def content(dataset: Any) -> list[int]:
                     random.seed(index)
                     np.random.seed(index)
                     look.append(digest(dataset[index]))
-        _contents[id(dataset)] = looks[0] if looks[0] == looks[1] else []
-    return _contents[id(dataset)]
+        _contents[id(dataset)] = dataset, looks[0] if looks[0] == looks[1] else []
+        if len(_contents) > KEPT:
+            del _contents[next(iter(_contents))]
+    return _contents[id(dataset)][1]
 
 
 def sample_mark(dataset: Any, index: int) -> tuple[int, int]:
@@ -158,7 +178,7 @@ class Pass:
         self.samples: list[Any] = []
         self.before: dict[str, int] = {}  # states of the generators before a batch was read
         self.rows = 0  # rows of the last forward: a script may take a part of a batch
-        self.buffers: list[Any] | None = None  # sums of BatchNorm's statistics at an evaluation
+        self.tested: dict[int, Any] = {}  # what is in each model that was evaluated, by its id
 
     def draw(self, index: Any) -> None:
         """Note the index of a batch, or of a sample where there are no batches."""
@@ -179,7 +199,8 @@ class Pass:
             _counts[self.key] -= 1  # it has only looked at the model
             return
         names = ("begun", "number", "complete", "length", "content", "indices", "samples", "reads")
-        facts = self.facts | {name: getattr(self, name) for name in (*names, "buffers")}
+        facts = self.facts | {name: getattr(self, name) for name in names}
+        facts["tested"] = list(self.tested.values())
         facts |= {"use": "training" if self.trained else "evaluation"}
         facts["epoch"] = _epochs[self.key] if self.trained else self.number + 1
         facts["divided"] = 0 < self.rows < self.fetched
@@ -192,8 +213,8 @@ class Pass:
         _former[self.key] = self
         if self.modes == {False}:
             record.tell("trains in evaluation mode", **facts)
-        if former and len(order) > 3 and former.indices == order != sorted(order):
-            record.tell("no set_epoch", **facts)
+        if former and len(order) > 3 and former.indices == order:
+            record.tell("never shuffled" if order == sorted(order) else "no set_epoch", **facts)
 
 
 def forward_begins(grads: bool, mode: bool | None) -> bool:
@@ -219,25 +240,43 @@ def backward_begins() -> None:
         item.trained = True
 
 
+def _share(sampler: Any, dataset: Any) -> int:
+    """Return the number of samples in full, which a DistributedSampler computes when it is made."""
+    if not isinstance(sampler, data.DistributedSampler):
+        return len(sampler or dataset)
+    whole = len(sampler.dataset)  # type: ignore[arg-type]
+    return whole // sampler.num_replicas if sampler.drop_last else -(-whole // sampler.num_replicas)
+
+
+def _batch_size(size: int, samples: int) -> int:
+    """Return a size that leaves no last batch of one sample, which BatchNorm refuses."""
+    sizes = (size, 3, 5, 7) if size > 1 else (size,)
+    return next((each for each in sizes if samples % each != 1), size)
+
+
 @replaces(data.DataLoader, name="__init__")
 def loader(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
     passed = record.by_name(real, self, *args, **keywords)
-    dataset, sampler, size = passed["dataset"], passed.get("sampler"), passed.get("batch_size", 1)
-    # A loader is known by its lines and, where a loop makes several, by the number of its data set.
+    dataset, sampler = passed["dataset"], passed.get("sampler")
+    size = passed.get("batch_size", 1) if passed.get("batch_sampler") is None else None
     lines = list(record.frames())
-    known = _datasets[" < ".join(lines)]
-    known[id(dataset)] = dataset
-    key = f"{' < '.join(lines)} {list(known).index(id(dataset))}"
-    facts: dict[str, Any] = {"key": key, "line": lines[0] if lines else ""}
-    facts |= {"batches": None, "workers": passed.get("num_workers", 0)}
+    whole = share = short = 0
+    with contextlib.suppress(Exception):  # a stream has no length
+        short = len(sampler or dataset)
+        with whole_lengths:
+            whole = len(dataset)
+            share = _share(sampler, dataset)
+    # A loader is known by its lines and, where a loop makes several, by its data set.
+    known = _lengths[" < ".join(lines)]
+    known.setdefault(whole, len(known))
+    key = f"{' < '.join(lines)} {known[whole]}"
+    if size:
+        passed["batch_size"] = _batch_size(min(size, BATCH), short)
+        share -= share % size if passed.get("drop_last") else 0
+    self._facts = facts = {"key": key, "line": lines[0] if lines else "", "size": size or BATCH}
+    facts |= {"whole": whole, "used": share, "workers": passed.get("num_workers", 0)}
     facts["seeded"] = passed.get("worker_init_fn") is not None
-    facts["pads"] = type(sampler) is data.DistributedSampler and not sampler.drop_last
-    if size and passed.get("batch_sampler") is None:
-        passed["batch_size"] = min(size, BATCH)
-        with whole_lengths, contextlib.suppress(Exception):  # a stream has no length
-            whole = len(sampler or dataset)
-            facts["batches"] = whole // size if passed.get("drop_last") else -(-whole // size)
-    self._facts = facts
+    facts["batches"] = -(-share // size) if size and whole else None
     real(**passed | {name: value for name, value in NO_WORKERS.items() if name in passed})
 
 
@@ -257,7 +296,7 @@ def batches(real: Any, self: Any) -> Iterator[Any]:
     _open.append(item)
     try:
         while True:
-            if item.is_stream and item.count > SAMPLES * state.world:
+            if item.is_stream and item.count > state.samples * state.world:
                 record.tell("left out", what="the end of a stream: it was stopped after a while")
                 break
             # Workers would draw from seeds of their own, which follow from the loader's one.

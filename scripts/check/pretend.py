@@ -22,6 +22,14 @@ from record import replaces, state
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+
+class Stub(MagicMock):
+    """Accepts everything, and forgets it: a mock would keep each loss with its whole graph."""
+
+    def _increment_mock_call(self, /, *args: Any, **keywords: Any) -> None:
+        pass
+
+
 _current = 0
 _visible: list[str] = []  # the GPUs that this process sees, since it first used one
 
@@ -55,18 +63,11 @@ def use(device: Any = None) -> int:
     return index
 
 
-def set_device(device: Any) -> None:
+def set_device(device: Any) -> Stub:
+    """Choose a GPU. What is returned opens a block, as ``torch.cuda.device`` does."""
     global _current
     _current = use(device)
-
-
-@contextlib.contextmanager
-def on_device(device: Any) -> Iterator[None]:
-    """Choose a GPU for a block, in place of ``torch.cuda.device``."""
-    before = _current
-    set_device(device)
-    yield
-    set_device(before)
+    return Stub()
 
 
 class Devices(TorchFunctionMode):
@@ -85,7 +86,10 @@ class Devices(TorchFunctionMode):
             kwargs |= {} if is_first else {"device": "cpu"}
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        for observe in record.observers:
+            result = observe(func, args or tuple(kwargs.values()), result)
+        return result
 
 
 @replaces(torch.autograd)
@@ -153,8 +157,8 @@ class Generator(RealGenerator, metaclass=_AnyGenerator):  # type: ignore[misc]
 
 
 GIB = 2**30
-STREAM = MagicMock(elapsed_time=lambda other: 1.0, is_capturing=lambda: False)  # an event, too
-PROPERTIES = MagicMock(total_memory=80 * GIB, major=8, minor=0, multi_processor_count=108)
+STREAM = Stub(elapsed_time=lambda other: 1.0, is_capturing=lambda: False)  # an event, too
+PROPERTIES = Stub(total_memory=80 * GIB, major=8, minor=0, multi_processor_count=108)
 PROPERTIES.name = "pretended"
 ANSWERS: dict[str, Any] = {  # what functions of torch.cuda return. All others return 0.
     "get_device_properties": PROPERTIES,
@@ -163,24 +167,22 @@ ANSWERS: dict[str, Any] = {  # what functions of torch.cuda return. All others r
     "current_accelerator": torch.device("cuda"),
     "mem_get_info": (80 * GIB, 80 * GIB),
     "memory_stats": defaultdict(int),
-    "nvtx": MagicMock(),
+    "nvtx": Stub(),
 }
-ANSWERS |= dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), GIB)
-ANSWERS |= dict.fromkeys(("max_memory_reserved", "memory_cached"), GIB)
 ANSWERS |= dict.fromkeys(("Event", "Stream", "stream", "current_stream", "default_stream"), STREAM)
 ANSWERS |= dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True)
-CALLS: dict[str, Any] = {name: MagicMock(return_value=answer) for name, answer in ANSWERS.items()}
-CALLS |= {"device": on_device, "device_count": lambda: len(visible())}
+CALLS: dict[str, Any] = {name: Stub(return_value=answer) for name, answer in ANSWERS.items()}
+CALLS |= {"device_count": lambda: len(visible())}
 CALLS |= dict.fromkeys(("current_device", "current_device_index"), lambda: _current)
-CALLS |= dict.fromkeys(("set_device", "set_device_index", "set_device_idx"), set_device)
+CALLS |= dict.fromkeys(("set_device", "set_device_index", "set_device_idx", "device"), set_device)
 CALLS |= {"get_rng_state": lambda *args: torch.get_rng_state()}
 CALLS |= {name: getattr(torch, name) for name in dir(torch) if name.endswith("Tensor")}
 for _owner in (torch.cuda, torch.accelerator):
     for _name, _value in list(vars(_owner).items()):
         if _name in CALLS or (inspect.isfunction(_value) and _name[0] != "_"):
-            setattr(_owner, _name, CALLS.get(_name, MagicMock(return_value=0)))
+            setattr(_owner, _name, CALLS.get(_name, Stub(return_value=0)))
 torch.Generator = Generator  # type: ignore[misc]
-torch.set_default_device = torch.set_default_tensor_type = MagicMock()
+torch.set_default_device = torch.set_default_tensor_type = Stub()
 Devices().__enter__()
 
 TRACKERS = ["torch.utils.tensorboard", "tensorboardX", "wandb", "visdom", "comet_ml", "neptune"]
@@ -196,16 +198,16 @@ class Settings(dict[str, Any]):
         super().update(values if isinstance(values, dict) else vars(values))
 
 
-def tracker(name: str) -> MagicMock:
+def tracker(name: str) -> Stub:
     """Return a stand-in for a package that logs runs, as TensorBoard does."""
-    module = MagicMock(__path__=[], __spec__=machinery.ModuleSpec(name, None), __name__=name)
+    module = Stub(__path__=[], __spec__=machinery.ModuleSpec(name, None), __name__=name)
     module.config = Settings()
 
-    def open_one(log_dir: Any = "runs", *args: Any, **keywords: Any) -> MagicMock:
+    def open_one(log_dir: Any = "runs", *args: Any, **keywords: Any) -> Stub:
         record.tell("every rank logs", same=name, name=name)
         module.config.update(keywords.get("config") or {})
         path = str(keywords.get("logdir") or log_dir or "runs")
-        opened = MagicMock(log_dir=path, logdir=path, dir=path, config=module.config)
+        opened = Stub(log_dir=path, logdir=path, dir=path, config=module.config)
         opened.get_logdir.return_value = path
         return opened
 
@@ -260,7 +262,8 @@ def _drawn(real: Any, shape: tuple[int, ...], classes: int, *counts: int) -> Any
             self.classes = [str(number) for number in range(classes)]
             if not isinstance(getattr(real, "class_to_idx", None), property):
                 self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
-            self.targets: Any = [number % classes for number in range(count)]
+            # Few classes, so that an accuracy is not 0.
+            self.targets: Any = [number % min(classes, 10) for number in range(count)]
             if is_folder:
                 self.samples = self.imgs = list(enumerate(self.targets))
                 self.loader = lambda number: Image.fromarray(images[number % 64])
@@ -284,5 +287,15 @@ with contextlib.suppress(ImportError):
         for _place in (torchvision.datasets, inspect.getmodule(_real)):
             setattr(_place, _name, _drawn(_real, *_facts))
     replaces(torchvision.models.ResNet18_Weights.__base__, name="get_state_dict")(_no_weights)
+
+
+def hub_load(repository: str, model: str, *args: Any, **keywords: Any) -> Any:
+    """Return a fresh model of torchvision. There is no network for others."""
+    _no_weights()
+    return torchvision.models.get_model(model)
+
+
+torch.hub.load = hub_load  # type: ignore[assignment]
+torch.hub.list = lambda *args, **keywords: torchvision.models.list_models()
 torch.hub.load_state_dict_from_url = _no_weights  # type: ignore[assignment]
 torch.utils.model_zoo.load_url = _no_weights  # type: ignore[assignment]

@@ -26,22 +26,30 @@ TRAINING = "((num|n|nb)_)?(max|total|train|training|end|final)_?(num_|train_|tra
 STEPS = "(steps?|iters?|iterations?)"
 # A batch's own size, and not the size of all of them together, from which scripts compute others.
 BATCHES = r"(?!total|global|effective)(.*_)?(batch_?size|bsz?)"
+EPOCHS = f"({COUNT})?epochs?"
 BOUNDS = {  # what a number is called, and the most that it may be
     rf"warm_?up(_?(epochs?|{STEPS}))?": 1,
-    f"({COUNT})?epochs?": 2,
+    EPOCHS: 2,
     f"{TRAINING}{STEPS}|(num|n|nr|no|nb)_?(of_)?(iters?|iterations?)|iterations": 12,
     f"({COUNT})?(steps?|iters?|iterations?|batches)_per_epoch": 4,
     r".*accum.*": 2,
     BATCHES: 4,
-    r"(save|ckpt|checkpoint|eval|val|test)\w*(every|freq|interval|epochs?)": 1,
+    rf"(save|ckpt|checkpoint|eval|val|test)\w*(every|freq|interval|epochs?|batches|{STEPS})": 2,
 }
+changed: dict[str, str] = {}  # what was bounded, by its name
 WHOLE = r"(\d+(?:\.0*)?)(?![\w.]|\s*\*)"
 # NAME = 3, NAME: int = 3, "NAME": 3, and the end of a loop over epochs.
 WRITTEN = re.compile(rf"""\b(\w+)((?:["']\s*:|\s*(?::\s*(?:int|float)\s*)?=)\s*){WHOLE}""")
 LOOP = re.compile(r"(\bfor ep\w* in .*?\brange\()(\d+)(?=\))")
 # NAME: 3 in YAML, "NAME": 3 in JSON, NAME = 3 in TOML, and --NAME=3 in a command.
 SETTING = re.compile(rf"""\b([\w-]+)(["']?\s*[:=]\s*){WHOLE}""")
-COUNTER = re.compile("((start|current|last|cur)_)?(epochs?(_run)?|global_step|step|iter|iteration)")
+
+
+def bound(world: int, is_small: bool) -> None:
+    """Set the bounds for so many ranks, by which scripts may divide. Large runs have none."""
+    BOUNDS[BATCHES] = 2 * world
+    if not is_small:
+        BOUNDS.clear()
 
 
 def bounded(name: str, value: Any) -> Any:
@@ -50,8 +58,11 @@ def bounded(name: str, value: Any) -> Any:
     for pattern, most in BOUNDS.items() if is_number else ():
         if re.fullmatch(pattern, name.replace("-", "_"), re.I):
             # One epoch becomes two: the second one shows whether it has another order.
-            is_one = (most, value) == (2, 1) and name.lower().endswith("epochs")
-            return type(value)(2 if is_one else min(value, most))
+            is_one = pattern == EPOCHS and value == 1 and name.lower().endswith("epochs")
+            small = type(value)(2 if is_one else min(value, most))
+            if small != value:
+                changed[name] = f"{name} {value} to {small}"
+            return small
     return value
 
 
@@ -73,17 +84,6 @@ def bounded_arguments(arguments: list[str]) -> list[str]:
         if name.startswith("--") and value.isdecimal():
             found[at] = str(bounded(name[2:], int(value)))
     return found
-
-
-def begun_again(value: Any) -> Any:
-    """Return what a checkpoint holds, with the epoch that it had reached set to 0.
-
-    The check has shortened the training, so that it would be over before it goes on.
-    """
-    for name, number in value.items() if isinstance(value, dict) else ():
-        if type(number) is int and number and COUNTER.fullmatch(str(name).lower()):
-            value[name] = 0
-    return value
 
 
 def text_of(path: Path) -> str:

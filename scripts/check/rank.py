@@ -14,10 +14,8 @@ import time
 import traceback
 import types
 from multiprocessing.process import BaseProcess
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, NoReturn
-from unittest.mock import MagicMock
 
 import files
 import loaders
@@ -31,8 +29,13 @@ import training
 from record import replaces, state
 
 FOREIGN = "pytorch_lightning|lightning|accelerate|deepspeed|horovod|colossalai|ray"
-PATIENCE = re.compile(r"""\b(\w*patience)\b["']?\s*(?::\s*int\s*)?[=:,][^\n#]*?\b(\d+)\b""", re.I)
+PATIENCE = re.compile(r"""(?<!-)\b(\w*patience)["']?\s*(?::\s*int\s*)?[=:]\s*(\d+)\b""", re.I)
+# What a rank may leave out on its own, and what it may decide on its own.
+BAD = r"(?:if\b.*(?:isfinite|isnan|isinf)|except .*(?:Runtime|Memory)Error)"
+LEAVES_OUT = re.compile(rf"^ *{BAD}.*:(?:.*\n){{1,4}}? *continue", re.M)
+DECIDES = re.compile(r"^ *(?:el)?if\b.*(?:patience|early_?stop|best).*:", re.M | re.I)
 _started: list[BaseProcess] = []  # processes that the script has started: each is a rank
+_makes_groups: list[str] = []  # files of the project that call init_process_group
 
 
 def launched(port: int) -> dict[str, str]:
@@ -56,17 +59,19 @@ def launched(port: int) -> dict[str, str]:
 
 def run(request: dict[str, Any]) -> NoReturn:
     """Run the script as this rank."""
-    for name, value in (request | {"process": os.getpid(), "began": time.time()}).items():
+    own = {"process": os.getpid(), "began": time.time(), "changed": project.changed}
+    for name, value in (request | own).items():
         setattr(state, name, value)
     state.each = state.world // state.nodes
     state.node = state.rank // state.each
     state.is_parent = state.mode == "spawn"
     state.told = open(f"{state.root}/.told{state.rank}", "w", buffering=1)  # noqa: SIM115
-    project.BOUNDS[project.BATCHES] = 2 * state.world  # scripts may divide it by the ranks
+    project.bound(state.world, request["is_small"])
     # If this process aborts, or the check aborts it, this file shows where it waited.
     faulthandler.enable(open(f"{state.root}/.stack{state.rank}", "w"))  # noqa: SIM115
     files.confine()
-    signal.alarm(int(request["limit"]) + 60)  # if nobody is left who would end this process
+    signal.signal(signal.SIGALRM, lambda *args: record.leave("time"))  # with what was seen
+    signal.alarm(int(request["limit"]))
     os.environ.update(launched(request["port"]) if state.mode != "spawn" else {})
     os.environ["TMPDIR"] = state.root
     del os.environ["CUDA_VISIBLE_DEVICES"]
@@ -75,8 +80,8 @@ def run(request: dict[str, Any]) -> NoReturn:
     arguments = [text.replace("{node}", str(state.node)) for text in request["arguments"]]
     sys.argv = [path, *project.bounded_arguments(arguments)]
     sys.path[0] = os.getcwd() if package is not None else os.path.dirname(path)
-    for own in (project, record, files, pretend, loaders, training):
-        del sys.modules[own.__name__]  # the script may have modules of these names
+    for module in (project, record, files, pretend, loaders, training):
+        del sys.modules[module.__name__]  # the script may have modules of these names
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__file__, main.__package__ = path, package
     if state.is_parent:  # each rank plays the parent of all, so all have to draw alike in it
@@ -112,7 +117,9 @@ def _fail(error: BaseException) -> NoReturn:
     traceback.print_exception(error)
     message, line = f"{type(error).__name__}: {error}"[:2000], ""
     if isinstance(error, ModuleNotFoundError):
-        message = f"it needs the package {error.name}, which is not installed here"
+        package = str(error.name).partition(".")[0]
+        where = f"in the installed {package}" if package in sys.modules else "installed here"
+        message = f"it needs {error.name}, which is not {where}"
     how = "waited" if re.search("gloo|onnection (closed|reset)|timed out", message) else "error"
     trace = traceback.extract_tb(error.__traceback__)
     is_own = trace[-1].filename.startswith(os.path.dirname(os.path.abspath(__file__)))
@@ -127,15 +134,24 @@ def _fail(error: BaseException) -> NoReturn:
 def compiled(data: Any, path: str) -> types.CodeType:
     """Compile a file of the script, with its numbers bounded."""
     text = importlib.util.decode_source(data)
+    if "init_process_group" in text:
+        _makes_groups.append(path)
     if found := re.search(rf"^(?:import|from) ({FOREIGN})\b", text, re.M):
         record.leave("not judged", message=f"it uses {found[1]}, which is not judged")
     for name, number in PATIENCE.findall(text):
-        if int(number) > 1:  # in two epochs a patience of one may end
-            what = (
-                f"early stopping, or a plateau: {name} is {number}, and the check runs two epochs"
-            )
-            record.tell("left out", what=what)
+        _tell_patience(name, number)
+    for pattern, kind in ((LEAVES_OUT, "left out"), (DECIDES, "decides")):
+        for found in pattern.finditer(text):
+            line = record.place(path, text.count("\n", 0, found.start()) + 1)
+            what = f"a bad batch that one rank leaves out, as at {line}: the others wait for it"
+            record.tell(kind, line=line, what=what)
     return compile(project.bounded_code(text), path, "exec", dont_inherit=True)
+
+
+def _tell_patience(name: str, value: Any) -> None:
+    if re.search("patience$", name, re.I) and str(value).isdecimal() and int(value) > 1:
+        what = f"early stopping, or a plateau: {name} is {value}, and the check runs two epochs"
+        record.tell("left out", what=what)
 
 
 def _run_started(processes: list[Any] | None = None) -> None:
@@ -168,9 +184,15 @@ def parse_known_args(real: Any, self: Any, args: Any = None, namespace: Any = No
         if option and not {str(a).partition("=")[0] for a in args} & {*option.option_strings}:
             args.append(f"{spelled}={state.rank % state.each}")
     found, rest = real(self, args, namespace)
-    bounded = {name: project.bounded(name, value) for name, value in vars(found).items()}
-    vars(found).update(bounded)
+    for name, value in vars(found).items():
+        setattr(found, name, project.bounded(name, value))
+        _tell_patience(name, value)
     return found, rest
+
+
+@replaces(os)
+def get_terminal_size(real: Any, *args: Any) -> os.terminal_size:
+    return os.terminal_size((80, 24))
 
 
 @replaces(time)
@@ -193,11 +215,9 @@ replaces(mp, sys.modules["torch.multiprocessing.spawn"], name="start_processes")
 def start(real: Any, self: Any) -> None:
     """Start a helper. A rank waits until all of them are known."""
     by_script = sys._getframe(2).f_code.co_filename.startswith(state.root)
-    module = sys.modules.get(getattr(self._target or type(self), "__module__", ""))
-    text = project.text_of(Path(getattr(module, "__file__", None) or "nowhere"))
-    if state.groups or not by_script or "init_process_group" not in text:
+    if state.groups or not by_script or not _makes_groups or self.daemon:
         return real(self)
-    self._popen = MagicMock(**{"poll.return_value": 0})
+    self._popen = pretend.Stub(**{"poll.return_value": 0})
     _started.append(self)
 
 
@@ -205,13 +225,6 @@ def start(real: Any, self: Any) -> None:
 def join(real: Any, self: Any, timeout: Any = None) -> None:
     _run_started()
     real(self, timeout)
-
-
-@replaces(Barrier)
-def wait(real: Any, self: Any, timeout: Any = None) -> int:
-    """Pass a barrier of the script's parent, of which each rank here has a copy of its own."""
-    state.clock += 1
-    return 0
 
 
 sys.dont_write_bytecode = True

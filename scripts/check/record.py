@@ -32,16 +32,19 @@ class State:
     each, node = 2, 0  # number of ranks of each host, and the number of this host
     root = "no script yet"  # the copy of the project, in which the script runs
     mode = "torchrun"  # or "all", for the variables of all launchers, or "spawn"
+    samples = 16  # of each rank in an epoch
     is_parent = False  # true in mode "spawn", until the script has started the ranks
     clock = 0  # number of collectives of all ranks that the script has called
     locked_at = -1  # the clock at which the script took a file lock last
     began = 0.0  # the time at which the script began
     groups = 0  # number of process groups that it has made
     steps = 0  # number of optimizer steps
+    changed: Any = None  # numbers that the check has made smaller, by their names
 
 
 state = State()
 at_the_end: list[Callable[[], None]] = []
+observers: list[Callable[[Any, Any, Any], Any]] = []  # of the functions of torch
 _lock = threading.RLock()
 _exit = os._exit  # which the script calls, too
 
@@ -85,13 +88,18 @@ def place(file: str, line: int | None) -> str:
     return f"{os.path.relpath(file, state.root)}:{line}"
 
 
-def frames() -> Iterator[str]:
-    """Yield the lines of the script that are running, the innermost one first."""
+def calls() -> Iterator[Any]:
+    """Yield the frames of the script that are running, the innermost one first."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename.startswith(state.root):
-            yield place(frame.f_code.co_filename, frame.f_lineno)
+            yield frame
         frame = frame.f_back
+
+
+def frames() -> Iterator[str]:
+    """Yield the lines of the script that are running, the innermost one first."""
+    return (place(frame.f_code.co_filename, frame.f_lineno) for frame in calls())
 
 
 def tell(kind: str, **facts: Any) -> None:
@@ -100,6 +108,7 @@ def tell(kind: str, **facts: Any) -> None:
     if os.getpid() != state.process or ("same" in facts and is_alone):
         return
     event = {"kind": kind, "rank": state.rank, "node": state.node, "clock": state.clock}
+    event["at"] = state.steps
     event["line"] = next(frames(), "")
     with _lock:
         state.told.write(json.dumps(event | facts, default=str) + "\n")
@@ -109,7 +118,7 @@ def leave(how: str, **facts: Any) -> NoReturn:
     """End this process. It is no exception, because the script could catch that."""
     for finish in at_the_end if os.getpid() == state.process else ():
         finish()
-    tell("end", how=how, **facts)
+    tell("end", how=how, changed=", ".join(state.changed.values()), **facts)
     with contextlib.suppress(Exception):  # the script may have replaced sys.stdout
         sys.stdout.flush()
     time.sleep(1 if state.groups else 0)  # the other ranks may still read what this rank has sent

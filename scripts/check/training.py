@@ -15,6 +15,7 @@ from record import replaces, state
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     _IncompatibleKeys,
     register_module_forward_hook,
@@ -25,21 +26,29 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook as after_step
 from torch.optim.optimizer import register_optimizer_step_pre_hook as before_step
 
+BETWEEN_TWO = re.compile("i?send|i?recv|batch_isend_irecv")
 COLLECTIVES = re.compile(
     "(all_)?(gather|reduce)(_(into_tensor|object|coalesced|single))?|all_to_all(_single)?|new_group"
-    "|reduce_scatter(_tensor|_single)?|(broadcast|scatter)(_object_list)?|(monitored_)?barrier"
+    "|reduce_scatter(_tensor|_single)?|(broadcast|scatter)(_object_list)?|(monitored_)?barrier|"
+    + BETWEEN_TWO.pattern
 )
-BETWEEN_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 SENT = ("obj", "tensor", "input_tensor", "input", "input_list")  # arguments that a rank gives
 PLANNED = ("T_max", "total_steps", "total_iters")  # attributes of schedules
 MOST_VALUES = 64  # of a result of an evaluation
-SHOWN = 40  # steps that are compared
+PART = 2**16  # values that are added up at a time, so that this takes little memory
+SHOWN = 40  # steps of an optimizer that are compared
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+DIVISIONS = ("div", "div_", "__truediv__", "__itruediv__")
+COPIES = ("__getitem__", "clone", "detach", "cpu", "to", "float", "double", "squeeze")
+WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 Sums = tuple[float, float] | None
 wrappers: list["Watched"] = []
-names: dict[int, str] = {}  # of parameters that were wrapped, by their id
+names: dict[int, str] = {}  # of parameters, by their id
 owners: dict[int, "Watched"] = {}  # the wrapper that averages a parameter, by its id
+_storages: dict[int, "Watched"] = {}  # the same, by the address of its values
+_totals: dict[int, tuple[Any, int]] = {}  # a tensor that was combined, and when, by its id
 schedulers: dict[Any, str] = {}  # the line that made each of them
 _counted = record.Nested()
 _forwards = record.Nested()
@@ -83,12 +92,21 @@ def _count(real: Any, *args: Any, **keywords: Any) -> Any:
     if _counted.depth:  # all_gather_object calls all_gather
         return real(*args, **keywords)
     passed, name = record.by_name(real, *args, **keywords), real.__name__
+    sent = next((passed[key] for key in SENT if passed.get(key) is not None), None)
+    if BETWEEN_TWO.fullmatch(name):
+        record.tell("sent between two")
+        return real(*args, **keywords)
     state.clock += passed.get("group") in (None, dist.group.WORLD)
     if re.search("reduce|gather", name):
-        sent = next((passed[key] for key in SENT if passed.get(key) is not None), None)
         elements = sent.numel() if isinstance(sent, Tensor) else 0
         facts = {"values": _numbers(sent), "mean": "AVG" in str(passed.get("op"))}
         record.tell("combined", elements=elements, **facts)
+        if name in ("all_reduce", "reduce") and facts["values"]:
+            _totals[id(sent)] = sent, state.clock
+    needs = isinstance(sent, Tensor) and sent.requires_grad and sent.dim() > 1
+    is_loss = torch.is_grad_enabled() and all(item.mode is not False for item in loaders.latest)
+    if name.startswith("all_gather") and needs and is_loss:
+        record.tell("gathered without gradients")
     if name == "new_group":
         passed["backend"] = "gloo"
     with _counted:
@@ -99,14 +117,42 @@ for _name in filter(COLLECTIVES.fullmatch, dir(dist)):
     replaces(dist, c10d, name=_name)(_count)
 
 
-def _send(real: Any, *args: Any, **keywords: Any) -> Any:
-    record.tell("sent between two")
-    return real(*args, **keywords)
-
-
-for _name in BETWEEN_TWO:
-    replaces(dist, c10d, name=_name)(_send)
 dist.is_nccl_available = lambda: True
+
+
+class Number(float):
+    """A number of a combined tensor, which notes what it is divided by."""
+
+    clock = 0  # at which it was combined
+
+    def __truediv__(self, other: Any) -> Any:
+        record.tell("divided", of=self.clock, by=_numbers(other))
+        return float(self) / other
+
+
+def _observe(func: Any, args: Any, result: Any) -> Any:
+    """Note a change of a wrapped parameter, and what becomes of a combined tensor."""
+    name, first = getattr(func, "__name__", ""), args[0] if args else None
+    if not isinstance(first, Tensor):
+        return result
+    if id(first) in _totals:
+        clock = _totals[id(first)][1]
+        if name in DIVISIONS:
+            record.tell("divided", of=clock, by=_numbers(args[1]))
+        elif name in COPIES:
+            _totals[id(result)] = result, clock
+        elif name == "item":
+            result = Number(result)
+            result.clock = clock
+    sets = name[-1:] == "_" != name[-2:-1] or name in WRITES or func == SET_DATA
+    if sets and not _stepping and name != "requires_grad_":
+        owner = owners.get(id(first)) or _storages.get(first.data_ptr())
+        if owner:
+            owner.note("L")
+    return result
+
+
+record.observers.append(_observe)
 
 
 class Watched:
@@ -122,7 +168,7 @@ class Watched:
         for name, p in ddp.module.named_parameters():
             names[id(p)] = name
             if p.requires_grad:
-                owners[id(p)] = self
+                owners[id(p)] = _storages[p.data_ptr()] = self
 
     def note(self, letter: str) -> None:
         if self.has_stepped:
@@ -156,7 +202,7 @@ def forward(real: Any, self: Any, *args: Any, **keywords: Any) -> Any:
     if torch.is_grad_enabled():
         item.note("F" if self.require_backward_grad_sync else "f")
     else:
-        record.tell("through")
+        record.tell("through", sends=bool(self.modules_buffers))
     with item.in_forward:
         return real(self, *args, **keywords)
 
@@ -177,7 +223,8 @@ def _module_begins(module: nn.Module, inputs: Any) -> None:
             batch.modes.add(None if mode is None else mode or root.training)
             batch.rows = tensors[0].shape[0] if tensors else batch.rows
         if trains and tensors and not loaders.latest and state.steps < SHOWN:
-            record.tell("input", digests=[loaders.digest(tensor) for tensor in tensors])
+            digests = [loaders.digest(tensor) for tensor in tensors]
+            record.tell("input", digests=digests, **loaders.seeded("torch"))
     _forwards.depth += 1
     for item in wrappers if trains and not _backwards.depth else ():
         if id(module) in item.modules and not item.in_forward.depth and item.calls[-1:] != "P":
@@ -187,10 +234,15 @@ def _module_begins(module: nn.Module, inputs: Any) -> None:
 def _module_ends(module: nn.Module, inputs: Any, output: Any) -> None:
     _forwards.depth = max(_forwards.depth - 1, 0)
     for batch in loaders.latest if not _forwards.depth and not torch.is_grad_enabled() else ():
-        if batch.buffers is None:  # after the forward, because a wrapper may send buffers in it
-            parts = [part for part in module.modules() if isinstance(part, NORMS)]
-            parts = [part for part in parts if "_synchronized" not in vars(part)]
-            batch.buffers = [_sums(part.running_mean) for part in parts]
+        if id(module) not in batch.tested:  # after it, because a wrapper may send buffers in it
+            # A copy, such as an EMA, has the names of a wrapped model. Other models may differ.
+            trained = {name for item in wrappers for name, _ in item.ddp.module.named_parameters()}
+            items = [(name.replace("module.", ""), p) for name, p in module.named_parameters()]
+            sums = {name: _sums(p) for name, p in items if name in trained}
+            for name, part in module.named_modules():
+                if isinstance(part, NORMS) and "_synchronized" not in vars(part):
+                    sums[f"{name}.running_mean"] = _sums(part.running_mean)
+            batch.tested[id(module)] = sums
 
 
 register_module_forward_pre_hook(_module_begins)
@@ -200,10 +252,10 @@ register_module_forward_hook(_module_ends, always_call=True)
 @replaces(nn.Module)
 def load_state_dict(real: Any, self: Any, values: Any, *args: Any, **keywords: Any) -> Any:
     if values is pretend.NO_WEIGHTS:
+        with loaders.randomness_kept():  # equal on all ranks, as the real weights would be
+            torch.random.default_generator.manual_seed(0)
+            self.apply(lambda part: getattr(part, "reset_parameters", int)())
         return _IncompatibleKeys([], [])
-    for item in wrappers:
-        if self is item.ddp or id(self) in item.modules:
-            item.note("L")
     return real(self, values, *args, **keywords)
 
 
@@ -222,8 +274,24 @@ def _sums(tensor: Any) -> Sums:
     if tensor is None:
         return None
     tensor = tensor.coalesce().values() if tensor.is_sparse else tensor
-    values = tensor.detach().double()
-    return values.sum().item(), (values * values.abs()).sum().item()
+    total = squares = 0.0
+    for part in tensor.detach().flatten().split(PART):
+        values = part.double()
+        total += values.sum().item()
+        squares += (values @ values.abs()).item()
+    return total, squares
+
+
+def _name_all() -> None:
+    """Name parameters by the variables in which the script holds their models."""
+    for frame in reversed(list(record.calls())):
+        held = {**frame.f_globals, **frame.f_locals}
+        held |= getattr(held.get("self"), "__dict__", {})
+        for variable, model in held.items():
+            if isinstance(model, nn.Module):
+                root = model.module if isinstance(model, DDP) else model
+                for name, p in root.named_parameters():
+                    names[id(p)] = f"{variable}.{name}"
 
 
 def _belongs(parameter: Tensor) -> str:
@@ -237,16 +305,20 @@ def _belongs(parameter: Tensor) -> str:
 
 def _step_begins(optimizer: Any, args: Any, keywords: Any) -> None:
     loaders.tell_draws("between a batch and its step, as for dropout", _began)
+    _totals.clear()
+    if not _turns[optimizer]:
+        _name_all()
     values = []
-    for number, group in enumerate(optimizer.param_groups):
-        for position, p in enumerate(group["params"]):
-            name = names.get(id(p), f"parameter {position} of group {number}")
-            owner = owners.get(id(p))
-            facts = {"name": name, "belongs": _belongs(p), "elements": p.numel()}
-            facts["ranks"] = owner.ranks if owner else list(range(state.world))
-            facts["log"] = (owner.calls, owner.lines) if owner else ("", [])
-            facts |= {"before": _sums(p), "grad": _sums(p.grad)}
-            values.append((p, facts))
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if isinstance(p, DTensor):
+            record.leave("not judged", message="it uses DTensors, as FSDP2, which is not judged")
+        owner = owners.get(id(p))
+        name = names.get(id(p), f"a parameter of the shape {tuple(p.shape)}")
+        facts = {"name": name, "belongs": _belongs(p), "elements": p.numel()}
+        facts["ranks"] = owner.ranks if owner else list(range(state.world))
+        facts["log"] = wrappers.index(owner) if owner else None
+        facts |= {"before": _sums(p), "grad": _sums(p.grad)}
+        values.append((p, facts))
     _stepping.append(values)
 
 
@@ -256,17 +328,15 @@ def _step_ends(optimizer: Any, args: Any, keywords: Any) -> None:
         return
     values = [{**facts, "after": _sums(p)} for p, facts in stepped]
     _turns[optimizer] += 1
-    facts: dict[str, Any] = {
-        "optimizer": list(_turns).index(optimizer),
-        "turn": _turns[optimizer],
-    }
+    facts: dict[str, Any] = {"turn": (list(_turns).index(optimizer), _turns[optimizer])}
     facts["rates"] = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    record.tell("step", values=values, wrapped=len(wrappers), **facts)
+    facts["logs"] = [(item.calls, item.lines) for item in wrappers]
+    record.tell("step", values=values, **facts)
     for item in {owners[id(p)] for p, _ in stepped if id(p) in owners}:
         item.has_stepped = True
     _began.clear()
     state.steps += 1
-    if state.steps >= SHOWN:
+    if _turns[optimizer] >= SHOWN:
         record.leave("cut", message=f"what follows after {SHOWN} steps: the check ended there")
 
 
@@ -291,4 +361,5 @@ def _tell_schedules() -> None:
 record.at_the_end.append(_tell_schedules)
 record.refuse("nn.DataParallel", nn.DataParallel, "__init__")
 record.refuse("FSDP", FullyShardedDataParallel, "__init__")
+record.refuse("FSDP2", torch.distributed.fsdp, "fully_shard")
 record.refuse("Join, whose ranks may differ by intention", DDP, "join_hook")

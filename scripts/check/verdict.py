@@ -18,6 +18,7 @@ Found = Iterator[tuple[str, Facts]]  # a kind, and the facts of its line in find
 LEVELS = ["WRONG", "WARN", "NOTE"]
 LESSONS = Path(__file__).resolve().parents[1] / "lessons"
 NO_GPU = re.compile("NVIDIA|CUDA|nvcc|Triton|cudnn|pretended")
+WHOLE = {"ended", "cut"}  # how a rank ends whose run was judged
 TWO = "two forwards or backwards"
 # Why gradients differ, by the calls since the step before: forwards are F, under no_sync f, past
 # the wrapper P, and backwards B, under no_sync b. The verdict names the line of the first match.
@@ -26,17 +27,6 @@ CAUSES = {
     "P": "past the wrapper",
     "f[^FP]*$": "no_sync at the step",
     "B[^Ff]*B": TWO,
-}
-ERRORS = {  # what an error says, and the finding that explains it
-    "Expected to have finished reduction in the prior iteration": "unused parameters",
-    "invalid device ordinal": "device by global rank",
-}
-# Each of these findings explains those behind it, which are not said then.
-EXPLAINS = {
-    "unused parameters": ("gradients differ",),
-    "gradients differ": ("other weights",),
-    "nothing is averaged": ("other weights",),
-    "equal shares": ("equal random numbers",),
 }
 
 
@@ -47,19 +37,23 @@ class Finding:
     level: str
     kind: str
     lesson: str
+    hides: str
     what: str
     do: str
     line: str = ""
+    also: tuple[str, ...] = ()  # the other lines at which it was seen
 
     def __str__(self) -> str:
         lesson = LESSONS / f"{self.lesson}.py"
         see = f" (python {lesson})" if self.lesson and lesson.exists() else ""
+        also = f"\n       also at {', '.join(self.also)}" if self.also else ""
         what = f"{self.level:5}  {self.line}  {self.kind}: {self.what}"
-        return f"{what}\n       do: {self.do}{see}"
+        return f"{what}{also}\n       do: {self.do}{see}"
 
 
 ROWS = Path(__file__).with_name("findings.txt").read_text().splitlines()[1:]
-TABLE = {row.kind: row for row in (Finding(*re.split(r" *\| *| -> ", row)) for row in ROWS)}
+CELLS: list[Any] = [re.split(r" *\| *| -> ", row) for row in ROWS]
+TABLE = {row.kind: row for row in (Finding(*cells) for cells in CELLS)}
 
 
 def listed() -> str:
@@ -86,7 +80,7 @@ class Verdict:
         lines += map(str, self.findings)
         if self.could_not:
             until = ". Until then the above was seen" if self.findings else ""
-            lines.append(f"could not run your script: {self.could_not}{until}")
+            lines.append(f"{self.could_not}{until}")
         elif all(finding.level == "NOTE" for finding in self.findings):
             lines.append("OK     nothing wrong was seen")
         return "\n".join(lines + [f"not seen: {item}" for item in self.not_seen])
@@ -102,50 +96,67 @@ def judge(report: Facts) -> Verdict:
             level, what = facts.get("level", row.level), row.what.format_map(facts)
             found.append(replace(row, level=level, what=what, line=facts["line"]))
     for finding in sorted(found, key=lambda finding: LEVELS.index(finding.level)):
-        by_kind.setdefault(finding.kind, finding)
-    for kind, explained in EXPLAINS.items():
-        for other in explained if kind in by_kind else ():
-            by_kind.pop(other, None)
+        first = by_kind.setdefault(finding.kind, finding)
+        if finding.line not in (first.line, *first.also) and finding.level == first.level:
+            by_kind[finding.kind] = replace(first, also=(*first.also, finding.line))
+    for row in TABLE.values():
+        if row.kind in by_kind:
+            by_kind.pop(row.hides, None)
     if "equal ranks" in by_kind:  # all that follows is mixed up
         by_kind = {"equal ranks": by_kind["equal ranks"]}
     could_not = _could_not(report, set(by_kind))
-    is_wrong = any(finding.level == "WRONG" for finding in by_kind.values())
-    status = 1 if is_wrong else 3 if could_not else 0
+    bad = ("WRONG", "WARN") if report["strict"] else ("WRONG",)
+    is_bad = any(finding.level in bad for finding in by_kind.values())
+    status = 1 if is_bad else 3 if could_not else 0
     said = list(by_kind.values()), list(_not_seen(report)), could_not, status
     return Verdict(report["script"], report["world"], report["nodes"], report["seconds"], *said)
 
 
 def _could_not(report: Facts, kinds: set[str]) -> str:
-    """Return why the script could not be run to its end, or nothing."""
+    """Return why the script was not judged, or could not be run to its end, or nothing."""
+    has_step = events_of(report, "step")
     for how in ("error", "not judged", "again", "idle", "waited", "time"):
         for rank, end in report["ends"].items():
-            message = end.get("message", "").strip()
-            explained = how == "waited" or any(t in message and ERRORS[t] in kinds for t in ERRORS)
-            if end["how"] != how or (kinds and explained):
+            if end["how"] != how or (how == "waited" and kinds) or (how == "time" and has_step):
                 continue
-            if how == "idle":
-                return f"rank {rank} waited in vain at {end['line']}, but not for another rank"
-            if how == "time":
-                return f"not done after {report['limit']:.0f} s (--limit)"
-            said = (message.splitlines() or [""])[0][:300]
-            if how in ("not judged", "again"):
-                return said
-            real = " (it needs a real GPU)" if NO_GPU.search(message) else ""
-            last = f", whose last line was: {end['output']}"
-            return f"{said}{real}, on rank {rank}{' at ' + end['line'] if end['line'] else last}"
+            if how in ("error", "waited"):
+                return f"could not run your script: {failed(report)}"
+            message = {
+                "idle": f"rank {rank} waited in vain at {end['line']}, but not for another rank",
+                "time": f"not done after {report['limit']:.0f} s (--limit)",
+            }
+            return f"not judged: {message.get(how, end.get('message'))}"
     if not events_of(report, "group"):
-        return "it makes no process group, and a script of a single process is not judged"
-    is_wrapped, has_step = events_of(report, "wrapped"), events_of(report, "step")
+        return "not judged: it makes no process group, as a script of a single process"
+    is_wrapped = events_of(report, "wrapped")
     if not is_wrapped and not (has_step and (kinds or _averages_by_hand(report))):
-        return "it wraps no model in DistributedDataParallel, which is what is judged here"
-    if has_step:
-        return ""
-    files = dict.fromkeys(event["path"] for event in events_of(report, "load"))
-    again = f". It loads {', '.join(files)}: if that is a finished run, give it another folder"
-    return f"it made no step of an optimizer in two epochs{again if files else ''}"
+        return "not judged: it wraps no model in DistributedDataParallel"
+    return "" if has_step else "not judged: it made no step of an optimizer in two epochs"
+
+
+def failed(report: Facts) -> str:
+    """Return what went wrong, where, and which numbers the check had made smaller, or nothing."""
+    numbers = [end["changed"] for end in report["ends"].values() if end.get("changed")]
+    small = f" (the check had made {numbers[0]})" if numbers else ""
+    ends = sorted(report["ends"].items(), key=lambda item: item[1]["how"])  # errors first
+    for rank, end in ends:
+        if end["how"] in ("error", "waited"):
+            said = (end["message"].strip().splitlines() or [""])[0][:300]
+            real = " (it needs a real GPU)" if NO_GPU.search(end["message"]) else ""
+            last = f", whose last line was: {end['output']}"
+            where = f" at {end['line']}" if end["line"] else last
+            return f"{said}{real}, on rank {rank}{where}{small}"
+    return ""
 
 
 def _not_seen(report: Facts) -> Iterator[str]:
+    paths = list(dict.fromkeys(event["what"] for event in events_of(report, "redirected")))
+    if paths := [path for path in paths if "/." not in path]:  # no library's own cache
+        yield f"writing to {', '.join(paths[:3])}: it went to a copy, which is removed"
+    if not events_of(report, "step"):  # it has hardly begun
+        return
+    if report["failed"] and not failed(report):
+        yield f"smaller numbers, with which it failed: {report['failed']}"
     yield from dict.fromkeys(event["what"] for event in events_of(report, "left out"))
     if report["left_out"]:
         yield f"a resume: {', '.join(report['left_out'])} is of a finished run, and was left out"
@@ -157,8 +168,8 @@ def _not_seen(report: Facts) -> Iterator[str]:
     if not events_of(report, "saved"):
         yield "a checkpoint: torch.save was not called"
     yield from dict.fromkeys(e["message"] for e in report["ends"].values() if e["how"] == "cut")
-    if paths := list(dict.fromkeys(event["what"] for event in events_of(report, "redirected"))):
-        yield f"writing to {', '.join(paths[:3])}: it went to a copy, which is removed"
+    if any(end["how"] == "time" for end in report["ends"].values()):
+        yield f"what follows after {report['limit']:.0f} s: the check ended there (--limit)"
 
 
 def events_of(report: Facts, *kinds: str) -> list[Facts]:
@@ -207,12 +218,11 @@ def by_ranks(report: Facts) -> Found:
 def learning(report: Facts) -> Found:
     """Find no_sync that does nothing, and schedules that are longer than the training."""
     steps = events_of(report, "step")
-    values = [value for step in steps for value in step["values"] if value["belongs"] == "averaged"]
-    for calls, lines in (value["log"] for value in values):
+    for calls, lines in (log for step in steps for log in step["logs"]):
         if found := re.search("F[^Bb]*(b)", calls):
             yield "no_sync around the backward", {"line": lines[found.start(1)]}
     has_ended = all(end["how"] == "ended" for end in report["ends"].values())
-    trainings = [item for item in of_each(report, "pass")[0] if item["use"] == "training"]
+    trainings = [item for item in _trainings(report) if not item["rank"]]
     reads = sum(item["reads"] for item in trainings)
     for event in of_each(report, "schedule")[0] if has_ended else ():
         # It took a step after each batch, and the batches of all ranks would have ended it.
@@ -240,34 +250,32 @@ def divergence(report: Facts) -> Found:
     sizes = {event["elements"] for event in events_of(report, "combined")}
     by_turn = defaultdict(list)
     for step in events_of(report, "step"):
-        by_turn[step["optimizer"], step["turn"]].append(step)
+        by_turn[tuple(step["turn"])].append(step)
     done = set()
     for (optimizer, _), steps in sorted(by_turn.items()):
         averaged = [value for value in steps[0]["values"] if value["belongs"] == "averaged"]
         unused = [value["name"] for value in averaged if value["grad"] is None]
         for values in zip(*(step["values"] for step in steps), strict=False):
-            together = [
-                (step, value)
-                for step, value in zip(steps, values, strict=True)
-                if step["rank"] in value["ranks"] == values[0]["ranks"]
-            ]
+            ranks, name = values[0]["ranks"], values[0]["name"]
+            pairs = zip(steps, values, strict=True)
+            together = [(s, v) for s, v in pairs if s["rank"] in v["ranks"] == ranks]
             kind, line, sums = _cause(together)
-            first = together[0][1] if together else {}
-            is_same = len({value["name"] for _, value in together}) == 1
+            is_same = {value["name"] for _, value in together} == {name}
             if not kind or not is_same or optimizer in done:
                 continue
-            if not steps[0]["wrapped"] and kind == "gradients differ":
+            is_wrapped = bool(steps[0]["logs"])
+            if not is_wrapped and kind == "gradients differ":
                 if _averages_by_hand(report):
                     break
                 if not sizes & {value["elements"] for value in steps[0]["values"]} - {1}:
                     kind = "nothing is averaged"
             kind = "unused parameters" if kind == "gradients differ" and unused else kind
-            facts = {"line": line, "name": first["name"], "unused": ", ".join(unused[:4])}
+            facts = {"line": line, "name": name, "unused": ", ".join(unused[:4]), "hint": hint}
             facts["sums"] = [pair and float(f"{pair[0]:.6g}") for pair in sums]
+            facts["rates"] = [step["rates"] for step, _ in together]
             what = "the gradients of {name} add up to {sums} on the ranks".format(**facts)
-            rates = [step["rates"] for step, _ in together]
-            yield kind, {**facts, "what": what, "rates": rates, "hint": hint}
-            if first["belongs"] == "averaged" or not steps[0]["wrapped"]:
+            yield kind, {**facts, "what": what}
+            if values[0]["belongs"] == "averaged" or not is_wrapped:
                 done.add(optimizer)
 
 
@@ -278,7 +286,8 @@ def _cause(together: list[tuple[Facts, Facts]]) -> tuple[str, str, list[Any]]:
         return "", "", []
     belongs, line = values[0]["belongs"], steps[0]["line"]
     before, grads, after = ([value[at] for value in values] for at in ("before", "grad", "after"))
-    logs = [value["log"] for value in values]
+    owned = [(step, value) for step, value in together if value["log"] is not None]
+    logs = [step["logs"][value["log"]] for step, value in owned]
     if _differ(before, 1e-9) and belongs == "averaged":
         loads = [lines[calls.index("L")] for calls, lines in logs if "L" in calls]
         return "loaded or changed after wrapping", [*loads, line][0], before
@@ -350,63 +359,106 @@ def inputs(report: Facts) -> Found:
     """Find ranks that train on the same batches, which do not come from a loader."""
     rows = list(zip(*of_each(report, "input"), strict=False))
     if len(rows) > 1 and all(e["digests"] == row[0]["digests"] for row in rows for e in row):
-        what = f"all ranks train on the same {len(rows)} batches"
-        yield "equal shares", {**rows[0][0], "level": "WARN", "what": what}
+        ranks = " and ".join(map(str, range(report["world"])))
+        facts = {"ranks": ranks, "where": "for their inputs", "name": "torch"}
+        yield "equal random numbers", {**rows[0][0], **facts}
 
 
 def evaluation(report: Facts) -> Found:
     """Find evaluations of which each rank makes a share, and results that are not of the whole."""
+    trained = {str(item[of]) for item in _trainings(report) for of in ("content", "key")}
     for items in _passes(report, "evaluation"):
-        counts = [len(item["samples"]) for item in items]
+        first, counts = items[0], [len(item["samples"]) for item in items]
         is_shared = len({str(sorted(item["samples"])) for item in items}) > 1
-        combined = _combined(report, items[0], items[0]["begun"])
-        if items[0]["pads"]:
+        combined = _combined(report, first, first["begun"])
+        if not all(item["complete"] for item in items):
+            continue
+        if not trained & {str(first["content"]), first["key"]}:
+            yield from _left_out(items, is_shared)
+        drawn = [str(sample) for item in items for sample in item["samples"]]
+        repeated = len(drawn) - len(set(drawn))  # those that fill up a batch, and not a set
+        if 0 < repeated < min(len(items) * first["size"], len(set(drawn))):
             level = "WARN" if combined and is_shared else "NOTE"
-            yield "padded evaluation", {**items[0], "level": level}
-        if not is_shared or combined is None or 0 in counts or not items[0]["complete"]:
+            yield "padded evaluation", {**first, "level": level}
+        if not is_shared or 0 in counts:
             continue
-        if not combined:
-            yield "evaluates a share", {**items[0], "counts": " + ".join(map(str, counts))}
-            continue
-        models = zip(*(item["buffers"] or () for item in items), strict=False)
-        if any(_differ(list(values), 1e-6) for values in models):
-            yield "other statistics", items[0]
-        # Only what was combined after the pass: in it, batches may have been combined.
-        ends = [_combined(report, item, item["clock"] - 1) or [] for item in items]
-        if _is_mean_of_means(ends, counts):
-            yield "mean of means", {**items[0], "counts": " and ".join(map(str, counts))}
+        facts = {**first, "counts": " + ".join(map(str, counts))}
+        if combined:
+            yield from _other_models(items)
+            if _is_mean_of_means(report, items, counts):
+                level = "WARN" if len(set(counts)) > 1 else "NOTE"
+                yield "mean of means", {**facts, "level": level}
+        elif combined is not None:
+            deciding = [event["line"] for event in events_of(report, "decides")]
+            yield "evaluates a share", {**facts, "line": [*deciding, first["line"]][0]}
+
+
+def _trainings(report: Facts) -> list[Facts]:
+    return [item for item in events_of(report, "pass") if item["use"] == "training"]
+
+
+def _left_out(items: list[Facts], is_shared: bool) -> Found:
+    """Find samples that no rank evaluates, first in full, then among those that were drawn."""
+    used = [item["used"] for item in items]
+    drawn = {str(sample) for item in items for sample in item["samples"]}
+    pairs = [(items[0]["whole"], sum(used) if is_shared else max(used))]
+    for whole, count in (*pairs, (items[0]["length"], len(drawn))):
+        if 0 < whole - count < len(items) * items[0]["size"] and count:
+            yield "samples left out", {**items[0], "what": f"{count} of {whole} samples"}
+            return
+
+
+def _other_models(items: list[Facts]) -> Found:
+    """Find models that are evaluated with other weights or statistics on each rank."""
+    for models in zip(*(item["tested"] for item in items), strict=False):
+        for name in models[0]:
+            sums = [model.get(name, models[0][name]) for model in models]
+            if _differ(sums, 1e-6):
+                is_buffer = name.endswith("running_mean")
+                kind = "other statistics" if is_buffer else "evaluates other weights"
+                yield kind, {**items[0], "name": name}
+                break
 
 
 def _combined(report: Facts, item: Facts, since: int) -> list[Facts] | None:
     """Return what combined an evaluation's results, after the given number of collectives.
 
-    None if the training neither went on nor ended after it, as in a run that was cut.
+    None if the run failed before the training went on.
     """
     events = [event for event in report["events"] if event["rank"] == item["rank"]]
     rest = events[events.index(item) :]
-    steps = [event["clock"] for event in rest if event["kind"] == "step"]
-    if not steps and report["ends"][item["rank"]]["how"] != "ended":
+    until = min((e["clock"] for e in rest if e["kind"] == "step"), default=math.inf)
+    if until == math.inf and not {end["how"] for end in report["ends"].values()} <= WHOLE:
         return None
-    until = min(steps, default=math.inf)
-    combined = [event for event in events if event["kind"] == "combined"]
-    return [event for event in combined if since < event["clock"] <= until]
+    return [e for e in events if e["kind"] == "combined" and since < e["clock"] <= until]
 
 
-def _is_mean_of_means(ends: list[list[Facts]], counts: list[int]) -> bool:
-    """Whether ranks with unequal shares average their results, and do not combine the counts."""
+def _is_mean_of_means(report: Facts, items: list[Facts], counts: list[int]) -> bool:
+    """Whether ranks average their own results, and do not combine the counts."""
+    # Only what was combined after the pass: in it, batches may have been combined.
+    ends = [_combined(report, item, item["clock"] - 1) or [] for item in items]
     values = [[value for event in end for value in event["values"]] for end in ends]
-    is_mean = any(event["mean"] for end in ends for event in end)
-    pairs = list(zip(counts, values, strict=True))
-    are_parts = all(any(_is_part(value, count) for value in own) for count, own in pairs)
-    has_counts = all(count in own for count, own in pairs)
-    return len(set(counts)) > 1 and not has_counts and (is_mean or are_parts)
+    if all(count in own for count, own in zip(counts, values, strict=True)):
+        return False
+    for events in zip(*ends, strict=False):
+        divided = [e for e in events_of(report, "divided") if e["of"] == events[0]["clock"]]
+        is_mean = events[0]["mean"] or any(len(items) in event["by"] for event in divided)
+        own = [number for event in events for number in event["values"][:1]]
+        is_sum = any(own) and all(number == round(number) for number in own)
+        if (is_mean and not is_sum) or _are_parts(own, counts):
+            return True
+    return False
 
 
-def _is_part(value: float, count: int) -> bool:
-    """Whether a value is a share of ``count`` samples, as 5 / 17 or 29.4 percent."""
-    products = value * count, value * count / 100
-    is_whole = abs(value - round(value)) < 1e-4
-    return not is_whole and any(abs(number - round(number)) < 1e-4 for number in products)
+def _are_parts(values: list[float], counts: list[int]) -> bool:
+    """Whether values are shares of so many samples, as 5 / 17 or 29.4 percent, or 0."""
+
+    def is_whole(number: float) -> bool:
+        return abs(number - round(number)) < 1e-4
+
+    pairs = list(zip(values, counts, strict=False))
+    are_parts = all(is_whole(value * n) or is_whole(value * n / 100) for value, n in pairs)
+    return are_parts and not all(map(is_whole, values))
 
 
 def through(report: Facts) -> Found:
@@ -414,9 +466,13 @@ def through(report: Facts) -> Found:
     ranks = defaultdict(set)
     for event in events_of(report, "through"):
         ranks[event["line"]].add(event["rank"])
+    last = [max((e["at"] for e in steps), default=0) for steps in of_each(report, "step")]
     for event in events_of(report, "through"):
         if len(ranks[event["line"]]) == 1:
-            yield "evaluates through the wrapper", event
+            # What went well, and was followed by steps, was no accident.
+            is_free = not event["sends"] or event["at"] < last[event["rank"]]
+            level = "NOTE" if is_free else "WARN"
+            yield "evaluates through the wrapper", {**event, "level": level}
 
 
 COMPARISONS = (conflicts, by_ranks, divergence, learning, shares, inputs, evaluation, through)
