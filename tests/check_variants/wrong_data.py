@@ -20,11 +20,13 @@ writer = SummaryWriter("runs")  # finds: every rank logs
 train_set, test_set = Images(600), Images(101, seed=1)
 torch.manual_seed(rank)
 train_part, _ = random_split(train_set, [0.8, 0.2])
-torch.manual_seed(0)
+torch.manual_seed(0)  # finds: equal random numbers
 sampler = DistributedSampler(train_set)
 shared = DataLoader(train_set, 64, sampler=sampler)  # finds: no set_epoch
 sampler = DistributedSampler(train_part, shuffle=False)
-other = DataLoader(train_part, 64, sampler=sampler)  # finds: other data + trains in evaluation mode
+other = DataLoader(  # finds: other data + trains in evaluation mode + never shuffled
+    train_part, 64, sampler=sampler
+)
 
 raw_model = network(nn.BatchNorm1d(16), nn.Dropout(0.1)).cuda()
 model = DistributedDataParallel(  # finds: two ranks on one device
@@ -39,7 +41,7 @@ def train(loader: DataLoader) -> None:
     for images, labels in loader:
         loss = F.cross_entropy(model(images.cuda()), labels.cuda())
         loss.backward()
-        optimizer.step()  # finds: equal random numbers
+        optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
 
@@ -55,7 +57,9 @@ def correct(loader: DataLoader) -> torch.Tensor:
 
 
 part = range(rank, len(test_set), world_size)
-padded = DataLoader(test_set, 32, sampler=DistributedSampler(test_set))  # finds: padded evaluation
+padded = DataLoader(  # finds: padded evaluation + other statistics
+    test_set, 32, sampler=DistributedSampler(test_set)
+)
 means = DataLoader(test_set, 32, sampler=part)  # finds: mean of means + other statistics
 share = DataLoader(test_set, 32, sampler=part)  # finds: evaluates a share
 whole = DataLoader(test_set, 32)  # finds: evaluates in training mode

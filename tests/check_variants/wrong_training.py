@@ -88,8 +88,16 @@ for parameter in model.parameters():
     parameter.grad += rank
 optimizer.step()  # finds: gradients differ
 
-# The last one: after it the collectives of the ranks no longer match.
 model = wrapped(network())
+optimizer = sgd(model)
+outputs = model(images)
+others = [torch.zeros_like(outputs) for _ in range(world_size)]
+dist.all_gather(others, outputs)  # finds: gathered without gradients
+(outputs @ torch.cat(others).T).square().mean().backward()
+optimizer.step()
+
+# The last one: after it the collectives of the ranks no longer match.
+model = wrapped(network(nn.BatchNorm1d(16)))
 if rank == 0:
     with torch.no_grad():
         model(images)  # finds: evaluates through the wrapper
