@@ -33,7 +33,8 @@ PATIENCE = re.compile(r"""(?<!-)\b(\w*patience)["']?\s*(?::\s*int\s*)?[=:]\s*(\d
 # What a rank may leave out on its own, and what it may decide on its own.
 BAD = r"(?:if\b.*(?:isfinite|isnan|isinf)|except .*(?:Runtime|Memory)Error)"
 LEAVES_OUT = re.compile(rf"^ *{BAD}.*:(?:.*\n){{1,4}}? *continue", re.M)
-DECIDES = re.compile(r"^ *(?:el)?if\b.*(?:patience|early_?stop|best).*:", re.M | re.I)
+STOPS = re.compile(r"^ *(?:el)?if\b.*(?:patience|early_?stop).*:", re.M | re.I)
+BEST = re.compile(r"^ *(?:el)?if\b.*best.*:", re.M | re.I)
 _started: list[BaseProcess] = []  # processes that the script has started: each is a rank
 _makes_groups: list[str] = []  # files of the project that call init_process_group
 
@@ -140,7 +141,7 @@ def compiled(data: Any, path: str) -> types.CodeType:
         record.leave("not judged", message=f"it uses {found[1]}, which is not judged")
     for name, number in PATIENCE.findall(text):
         _tell_patience(name, number)
-    for pattern, kind in ((LEAVES_OUT, "left out"), (DECIDES, "decides")):
+    for pattern, kind in ((LEAVES_OUT, "left out"), (STOPS, "decides"), (BEST, "decides")):
         for found in pattern.finditer(text):
             line = record.place(path, text.count("\n", 0, found.start()) + 1)
             what = f"a bad batch that one rank leaves out, as at {line}: the others wait for it"

@@ -26,11 +26,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook as after_step
 from torch.optim.optimizer import register_optimizer_step_pre_hook as before_step
 
-BETWEEN_TWO = re.compile("i?send|i?recv|batch_isend_irecv")
-COLLECTIVES = re.compile(
-    "(all_)?(gather|reduce)(_(into_tensor|object|coalesced|single))?|all_to_all(_single)?|new_group"
-    "|reduce_scatter(_tensor|_single)?|(broadcast|scatter)(_object_list)?|(monitored_)?barrier|"
-    + BETWEEN_TWO.pattern
+BETWEEN_TWO = r"(i?send|i?recv|batch_isend)\w*"
+COLLECTIVES = (
+    r"((all_)?(gather|reduce(?!_op))|all_to_all|broadcast|scatter)\w*|(monitored_)?barrier"
 )
 SENT = ("obj", "tensor", "input_tensor", "input", "input_list")  # arguments that a rank gives
 PLANNED = ("T_max", "total_steps", "total_iters")  # attributes of schedules
@@ -93,7 +91,7 @@ def _count(real: Any, *args: Any, **keywords: Any) -> Any:
         return real(*args, **keywords)
     passed, name = record.by_name(real, *args, **keywords), real.__name__
     sent = next((passed[key] for key in SENT if passed.get(key) is not None), None)
-    if BETWEEN_TWO.fullmatch(name):
+    if re.fullmatch(BETWEEN_TWO, name):
         record.tell("sent between two")
         return real(*args, **keywords)
     state.clock += passed.get("group") in (None, dist.group.WORLD)
@@ -113,7 +111,7 @@ def _count(real: Any, *args: Any, **keywords: Any) -> Any:
         return real(**passed)
 
 
-for _name in filter(COLLECTIVES.fullmatch, dir(dist)):
+for _name in filter(re.compile(f"{COLLECTIVES}|{BETWEEN_TWO}|new_group").fullmatch, dir(dist)):
     replaces(dist, c10d, name=_name)(_count)
 
 
@@ -173,6 +171,8 @@ class Watched:
     def note(self, letter: str) -> None:
         if self.has_stepped:
             self.calls, self.lines, self.has_stepped = "", [], False
+        if letter == "b" and re.search("F[^Bb]*$", self.calls):
+            record.tell("no_sync around the backward")
         if len(self.calls) < 60:
             self.calls += letter
             self.lines.append(next(record.frames(), ""))

@@ -215,12 +215,8 @@ def by_ranks(report: Facts) -> Found:
             yield kind, facts
 
 
-def learning(report: Facts) -> Found:
-    """Find no_sync that does nothing, and schedules that are longer than the training."""
-    steps = events_of(report, "step")
-    for calls, lines in (log for step in steps for log in step["logs"]):
-        if found := re.search("F[^Bb]*(b)", calls):
-            yield "no_sync around the backward", {"line": lines[found.start(1)]}
+def schedules(report: Facts) -> Found:
+    """Find schedules that are longer than the training."""
     has_ended = all(end["how"] == "ended" for end in report["ends"].values())
     trainings = [item for item in _trainings(report) if not item["rank"]]
     reads = sum(item["reads"] for item in trainings)
@@ -390,6 +386,7 @@ def evaluation(report: Facts) -> Found:
                 yield "mean of means", {**facts, "level": level}
         elif combined is not None:
             deciding = [event["line"] for event in events_of(report, "decides")]
+            facts["decides"] = ": this line decides by a share" if deciding else ""
             yield "evaluates a share", {**facts, "line": [*deciding, first["line"]][0]}
 
 
@@ -475,4 +472,4 @@ def through(report: Facts) -> Found:
             yield "evaluates through the wrapper", {**event, "level": level}
 
 
-COMPARISONS = (conflicts, by_ranks, divergence, learning, shares, inputs, evaluation, through)
+COMPARISONS = (conflicts, by_ranks, divergence, schedules, shares, inputs, evaluation, through)
