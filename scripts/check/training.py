@@ -1,5 +1,6 @@
 """Watch the training: collectives, what goes through and past the wrapper, and each step."""
 
+import contextlib
 import os
 import re
 from collections import Counter
@@ -127,6 +128,9 @@ class Number(float):
         record.tell("divided", of=self.clock, by=_numbers(other))
         return float(self) / other
 
+    def __reduce__(self) -> Any:
+        return float, (float(self),)  # a checkpoint may hold it
+
 
 def _observe(func: Any, args: Any, result: Any) -> Any:
     """Note a change of a wrapped parameter, and what becomes of a combined tensor."""
@@ -139,18 +143,19 @@ def _observe(func: Any, args: Any, result: Any) -> Any:
             record.tell("divided", of=clock, by=_numbers(args[1]))
         elif name in COPIES:
             _totals[id(result)] = result, clock
-        elif name == "item":
+        elif name == "item" and isinstance(result, float):
             result = Number(result)
             result.clock = clock
     sets = name[-1:] == "_" != name[-2:-1] or name in WRITES or func == SET_DATA
     if sets and not _stepping and name != "requires_grad_":
-        owner = owners.get(id(first)) or _storages.get(first.data_ptr())
-        if owner:
-            owner.note("L")
+        with contextlib.suppress(RuntimeError):  # not every tensor has an address
+            if owner := owners.get(id(first)) or _storages.get(first.data_ptr()):
+                owner.note("L")
     return result
 
 
 record.observers.append(_observe)
+torch.serialization.add_safe_globals([float])
 
 
 class Watched:
