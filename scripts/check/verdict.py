@@ -156,7 +156,7 @@ def _not_seen(report: Facts) -> Iterator[str]:
     if not events_of(report, "step"):  # it has hardly begun
         return
     if report["failed"] and not failed(report):
-        yield f"smaller numbers, with which it failed: {report['failed']}"
+        yield f"a run with smaller numbers, which failed: {report['failed']}"
     yield from dict.fromkeys(event["what"] for event in events_of(report, "left out"))
     if report["left_out"]:
         yield f"a resume: {', '.join(report['left_out'])} is of a finished run, and was left out"
