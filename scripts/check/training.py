@@ -207,7 +207,7 @@ def forward(real: Any, self: Any, *args: Any, **keywords: Any) -> Any:
     if torch.is_grad_enabled():
         item.note("F" if self.require_backward_grad_sync else "f")
     else:
-        record.tell("through", sends=bool(self.modules_buffers))
+        record.tell("through")
     with item.in_forward:
         return real(self, *args, **keywords)
 

@@ -467,8 +467,7 @@ def through(report: Facts) -> Found:
     for event in events_of(report, "through"):
         if len(ranks[event["line"]]) == 1:
             # What went well, and was followed by steps, was no accident.
-            is_free = not event["sends"] or event["at"] < last[event["rank"]]
-            level = "NOTE" if is_free else "WARN"
+            level = "NOTE" if event["at"] < last[event["rank"]] else "WARN"
             yield "evaluates through the wrapper", {**event, "level": level}
 
 

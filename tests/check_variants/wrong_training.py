@@ -97,7 +97,7 @@ dist.all_gather(others, outputs)  # finds: gathered without gradients
 optimizer.step()
 
 # The last one: after it the collectives of the ranks no longer match.
-model = wrapped(network(nn.BatchNorm1d(16)))
+model = wrapped(network())
 if rank == 0:
     with torch.no_grad():
         model(images)  # finds: evaluates through the wrapper
