@@ -36,6 +36,7 @@ _open: list["Pass"] = []
 _contents: dict[int, tuple[Any, list[int]]] = {}  # a data set and its content, by its id
 _lengths: defaultdict[str, dict[int, int]] = defaultdict(dict)  # by the lines of their loaders
 _seeds: dict[str, str] = {}  # the line that seeded each generator last
+imported: set[str] = set()  # generators that an import seeds, as in each process that is spawned
 _counts: Counter[str] = Counter()  # number of passes, by the key of the loader
 _epochs: Counter[str] = Counter()  # number of passes that trained, by the key of the loader
 _former: dict[str, "Pass"] = {}  # the training pass before, by the key of the loader
@@ -102,6 +103,8 @@ def marks() -> dict[str, int]:
 def _note_seed(name: str, real: Any, *args: Any, **keywords: Any) -> Any:
     if line := next(record.frames(), ""):
         _seeds[name] = line
+    if any(record.is_import(frame) for frame in record.calls()):
+        imported.add(name)
     return real(*args, **keywords)
 
 
@@ -296,7 +299,8 @@ def batches(real: Any, self: Any) -> Iterator[Any]:
     _open.append(item)
     try:
         while True:
-            if item.is_stream and item.count > state.samples * state.world:
+            is_long = item.is_stream and item.count > state.samples * state.world
+            if is_long and state.is_small:
                 record.tell("left out", what="the end of a stream: it was stopped after a while")
                 break
             # Workers would draw from seeds of their own, which follow from the loader's one.

@@ -186,7 +186,7 @@ torch.set_default_device = torch.set_default_tensor_type = Stub()
 Devices().__enter__()
 
 TRACKERS = ["torch.utils.tensorboard", "tensorboardX", "wandb", "visdom", "comet_ml", "neptune"]
-TRACKERS += ["neptune.new", "mlflow", "mlflow.pytorch", "swanlab"]
+TRACKERS += ["mlflow", "swanlab"]
 
 
 class Settings(dict[str, Any]):
@@ -200,7 +200,7 @@ class Settings(dict[str, Any]):
 
 def tracker(name: str) -> Stub:
     """Return a stand-in for a package that logs runs, as TensorBoard does."""
-    module = Stub(__path__=[], __spec__=machinery.ModuleSpec(name, None), __name__=name)
+    module = Stub(__path__=[], __name__=name)
     module.config = Settings()
 
     def open_one(log_dir: Any = "runs", *args: Any, **keywords: Any) -> Stub:
@@ -216,11 +216,22 @@ def tracker(name: str) -> Stub:
     return module
 
 
-for _name in TRACKERS:
-    sys.modules[_name] = tracker(_name)
-    _package, _, _module = _name.rpartition(".")
-    if _package:
-        setattr(sys.modules[_package], _module, sys.modules[_name])
+class Trackers:
+    """Finds a stand-in for each module of these packages."""
+
+    def find_spec(self, name: str, *more: Any) -> machinery.ModuleSpec | None:
+        is_one = any(f"{name}.".startswith(f"{package}.") for package in TRACKERS)
+        spec = machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
+        return spec if is_one else None
+
+    def create_module(self, spec: machinery.ModuleSpec) -> Any:
+        return tracker(spec.name)
+
+    def exec_module(self, module: Any) -> None:
+        pass
+
+
+sys.meta_path.insert(0, Trackers())  # type: ignore[arg-type]
 
 SETS: dict[str, Any] = {  # torchvision's: an image's shape, classes, training and test samples
     "MNIST": ((28, 28), 10, 60000, 10000),

@@ -6,7 +6,6 @@ import importlib.machinery as machinery
 import importlib.util
 import json
 import os
-import random
 import re
 import signal
 import sys
@@ -19,11 +18,9 @@ from typing import Any, NoReturn
 
 import files
 import loaders
-import numpy as np
 import pretend
 import project
 import record
-import torch
 import torch.multiprocessing as mp
 import training
 from record import replaces, state
@@ -34,6 +31,7 @@ PATIENCE = re.compile(r"""(?<!-)\b(\w*patience)["']?\s*(?::\s*int\s*)?[=:]\s*(\d
 BAD = r"(?:if\b.*(?:isfinite|isnan|isinf)|except .*(?:Runtime|Memory)Error)"
 LEAVES_OUT = re.compile(rf"^ *{BAD}.*:(?:.*\n){{1,4}}? *continue", re.M)
 STOPS = re.compile(r"^ *(?:el)?if\b.*(?:patience|early_?stop).*:", re.M | re.I)
+MAKES = re.compile(r"^ *if not .*(?:exists|isdir)\(.*\n.*(?:makedirs|mkdir)\((?!.*exist_ok)", re.M)
 BEST = re.compile(r"^ *(?:el)?if\b.*best.*:", re.M | re.I)
 _started: list[BaseProcess] = []  # processes that the script has started: each is a rank
 _makes_groups: list[str] = []  # files of the project that call init_process_group
@@ -109,8 +107,9 @@ def _exit(real: Any, status: int) -> None:
 
 
 def _seed(seed: int) -> None:
-    for seeding in (torch.manual_seed, random.seed, np.random.seed):
-        seeding(seed)
+    for name, (*_, owner, seeding) in loaders.GENERATORS.items():
+        if name not in loaders.imported:
+            getattr(owner, seeding)(seed)
 
 
 def _fail(error: BaseException) -> NoReturn:
@@ -139,6 +138,8 @@ def compiled(data: Any, path: str) -> types.CodeType:
         _makes_groups.append(path)
     if found := re.search(rf"^(?:import|from) ({FOREIGN})\b", text, re.M):
         record.leave("not judged", message=f"it uses {found[1]}, which is not judged")
+    for found in MAKES.finditer(text):
+        files.looks.add(record.place(path, text.count("\n", 0, found.start()) + 1))
     for name, number in PATIENCE.findall(text):
         _tell_patience(name, number)
     for pattern, kind in ((LEAVES_OUT, "left out"), (STOPS, "decides"), (BEST, "decides")):

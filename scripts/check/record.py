@@ -33,6 +33,7 @@ class State:
     root = "no script yet"  # the copy of the project, in which the script runs
     mode = "torchrun"  # or "all", for the variables of all launchers, or "spawn"
     samples = 16  # of each rank in an epoch
+    is_small = True  # whether numbers are made smaller
     is_parent = False  # true in mode "spawn", until the script has started the ranks
     clock = 0  # number of collectives of all ranks that the script has called
     locked_at = -1  # the clock at which the script took a file lock last
@@ -95,6 +96,10 @@ def calls() -> Iterator[Any]:
         if frame.f_code.co_filename.startswith(state.root):
             yield frame
         frame = frame.f_back
+
+
+def is_import(frame: Any) -> bool:
+    return frame.f_code.co_name == "<module>" and frame.f_globals["__name__"] != "__main__"
 
 
 def frames() -> Iterator[str]:

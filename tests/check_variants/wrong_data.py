@@ -1,5 +1,8 @@
 """Mistakes with data, evaluations, files and devices."""
 
+import contextlib
+import os
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,6 +19,9 @@ dist.init_process_group("nccl")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 torchvision.datasets.MNIST("data", download=True)  # finds: every rank downloads
 writer = SummaryWriter("runs")  # finds: every rank logs
+with contextlib.suppress(FileExistsError):
+    if not os.path.exists("made"):  # finds: every rank makes a folder
+        os.makedirs("made")
 
 train_set, test_set = Images(600), Images(101, seed=1)
 torch.manual_seed(rank)
