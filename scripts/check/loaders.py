@@ -20,7 +20,7 @@ from record import replaces, state
 from torch import Tensor
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-BATCH = 4  # an epoch has four of them by default
+BATCHES = 4  # of each rank in an epoch, if the script has no smaller ones
 COMPARED = 6  # samples of a data set whose content is compared
 KEPT = 8  # data sets whose content is known
 NO_WORKERS = {"num_workers": 0, "timeout": 0, "multiprocessing_context": None}
@@ -274,9 +274,13 @@ def loader(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
     known.setdefault(whole, len(known))
     key = f"{' < '.join(lines)} {known[whole]}"
     if size:
-        passed["batch_size"] = _batch_size(min(size, BATCH), short)
+        passed["batch_size"] = _batch_size(min(size, state.samples // BATCHES), short)
         share -= share % size if passed.get("drop_last") else 0
-    self._facts = facts = {"key": key, "line": lines[0] if lines else "", "size": size or BATCH}
+    self._facts = facts = {
+        "key": key,
+        "line": lines[0] if lines else "",
+        "size": size or state.samples // BATCHES,
+    }
     facts |= {"whole": whole, "used": share, "workers": passed.get("num_workers", 0)}
     facts["seeded"] = passed.get("worker_init_fn") is not None
     facts["batches"] = -(-share // size) if size and whole else None

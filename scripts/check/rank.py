@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import types
@@ -72,7 +73,7 @@ def run(request: dict[str, Any]) -> NoReturn:
     signal.signal(signal.SIGALRM, lambda *args: record.leave("time"))  # with what was seen
     signal.alarm(int(request["limit"]))
     os.environ.update(launched(request["port"]) if state.mode != "spawn" else {})
-    os.environ["TMPDIR"] = state.root
+    os.environ["TMPDIR"] = tempfile.tempdir = state.root
     del os.environ["CUDA_VISIBLE_DEVICES"]
     os.chdir(os.path.join(state.root, request["folder"]))
     path, package = f"{state.root}/{request['script']}", request["package"]

@@ -104,7 +104,7 @@ def _count(real: Any, *args: Any, **keywords: Any) -> Any:
             _totals[id(sent)] = sent, state.clock
     needs = isinstance(sent, Tensor) and sent.requires_grad and sent.dim() > 1
     is_loss = torch.is_grad_enabled() and all(item.mode is not False for item in loaders.latest)
-    if name.startswith("all_gather") and needs and is_loss:
+    if name.startswith(("all_gather", "all_reduce")) and needs and is_loss:
         record.tell("gathered without gradients")
     if name == "new_group":
         passed["backend"] = "gloo"
