@@ -58,6 +58,8 @@ def _redirected(uses: str, real: Any, *args: Any, **keywords: Any) -> Any:
     if looks and (line := next(record.frames(), "")) in looks:
         record.tell("every rank makes a folder", same=line)
     paths = [place_of(path, use) for path, use in zip(args, uses, strict=False)]
+    if state.is_parent and real.__name__ == "mkdir" and os.path.isdir(paths[0]):
+        return None  # all ranks play the one parent that makes it
     return real(*paths, *args[len(uses) :], **keywords)
 
 
