@@ -68,11 +68,16 @@ def check(script: Path, package: str | None, args: argparse.Namespace) -> verdic
         tried.append(wanted)
         world, mode, left_out, is_small = wanted
         with tempfile.TemporaryDirectory(prefix="check-", ignore_cleanup_errors=True) as place:
-            root = Path(os.path.realpath(place), *home.parts[1:][-3:-1], home.name or "code")
+            place = os.path.realpath(place)
+            root = Path(place, *home.parts[1:][-3:-1], home.name or "code")
             project.bound(world, is_small)
             project.copy(home, root, [script, folder], left_out)
             request = fixed | {"world": world, "mode": mode, "root": str(root)}
-            request |= {"is_small": is_small, "samples": SAMPLES if is_small else 4 * SAMPLES}
+            request |= {
+                "place": place,
+                "is_small": is_small,
+                "samples": SAMPLES if is_small else 4 * SAMPLES,
+            }
             told = request | run(request) | {"left_out": left_out, "strict": args.strict}
         kinds = {event["kind"] for event in told["events"]}
         hows = {end["how"] for end in told["ends"].values()}

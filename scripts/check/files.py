@@ -18,7 +18,7 @@ import torch
 from record import replaces, state
 
 # What a function does with each of its paths: it reads what is there, or writes it.
-USES = dict.fromkeys(("stat", "lstat", "access", "listdir", "scandir"), "r")
+USES = dict.fromkeys(("stat", "lstat", "access", "listdir", "scandir", "statvfs"), "r")
 USES |= dict.fromkeys(("mkdir", "rmdir", "remove", "unlink", "truncate", "utime", "chmod"), "w")
 USES |= {"rename": "ww", "replace": "ww", "symlink": "rw", "link": "rw"}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
@@ -34,7 +34,7 @@ def place_of(path: Any, use: str) -> Any:
     with unwatched:
         real = os.path.realpath(os.fsdecode(path))
         twin = f"{state.root}/outside{real}"
-        is_inside = f"{real}/".startswith((f"{state.root}/", "/dev/", "/proc/"))
+        is_inside = f"{real}/".startswith((f"{state.place}/", "/dev/", "/proc/"))
         if is_inside or (use == "r" and not os.path.lexists(twin)):
             return path
         if use == "w" and not os.path.lexists(twin):
@@ -72,14 +72,18 @@ def open_number(real: Any, path: Any, flags: int, *args: Any, **keywords: Any) -
     return real(place_of(path, "w" if flags & WRITING else "r"), flags, *args, **keywords)
 
 
+def _is_handler(frame: Any) -> bool:
+    return frame.f_globals.get("__name__") == "logging"
+
+
 @replaces(builtins, io, name="open")
 def open_file(real: Any, file: Any, mode: str = "r", *args: Any, **keywords: Any) -> Any:
     path = place_of(file, "w" if set(mode) & set("wax+") else "r")
     if mode[0] in "wxa" and path is not None and isinstance(file, str | os.PathLike):
         name = name_of(file)
-        is_own = name.endswith("lock") or any(
-            part.startswith((".", "__py")) for part in name.split("/")
-        )
+        # The handlers of the ranks may have levels at which only one of them writes.
+        is_own = name.endswith("lock") or (mode[0] == "a" and _is_handler(sys._getframe(2)))
+        is_own |= any(part.startswith((".", "__py")) for part in name.split("/"))
         if next(record.frames(), "") and not unwatched.depth and not is_own and name[0] != "/":
             kind = "every rank logs" if mode[0] == "a" else "every rank saves"
             record.tell(kind, level="WARN", same=name, path=name, name=name)
@@ -152,7 +156,7 @@ def confine() -> None:
         return record.tell("left out", what=what)
     rights = 0x7FF2 if version > 2 else 0x3FF2  # write, remove, make, move, and truncate
     ruleset = call(444, struct.pack("Q", rights), 8, 0)
-    for folder in (state.root, "/dev", "/proc"):
+    for folder in (state.place, "/dev", "/proc"):
         call(445, ruleset, 1, struct.pack("=Qi", rights, os.open(folder, os.O_PATH)), 0)
     libc.prctl(38, 1, 0, 0, 0)  # no new privileges, which the next call demands
     call(446, ruleset, 0)

@@ -121,6 +121,17 @@ def compile(real: Any, model: Any = None, *args: Any, **options: Any) -> Any:
     return model if model is not None else lambda function: function
 
 
+@replaces(nn.SyncBatchNorm, name="__init__")
+def synchronized(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
+    """Make a layer that normalises this rank's own batch: the real one needs a GPU."""
+    record.tell("left out", what="SyncBatchNorm (each rank normalised its own batch)")
+    real(self, *args, **keywords)
+    self.__dict__["_synchronized"] = True
+
+
+nn.SyncBatchNorm.forward = nn.BatchNorm2d.forward  # type: ignore[method-assign]
+
+
 @replaces(nn.SyncBatchNorm)
 def convert_sync_batchnorm(real: Any, module: nn.Module, process_group: Any = None) -> nn.Module:
     record.tell("left out", what="SyncBatchNorm (each rank normalised its own batch)")

@@ -31,6 +31,7 @@ class State:
     rank, world, nodes, limit = 0, 2, 1, 120.0
     each, node = 2, 0  # number of ranks of each host, and the number of this host
     root = "no script yet"  # the copy of the project, in which the script runs
+    place = "no script yet"  # the folder for this run, in which the copy lies
     mode = "torchrun"  # or "all", for the variables of all launchers, or "spawn"
     samples = 16  # of each rank in an epoch
     is_small = True  # whether numbers are made smaller

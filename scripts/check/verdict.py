@@ -382,7 +382,7 @@ def evaluation(report: Facts) -> Found:
         if combined:
             yield from _other_models(items)
             if _is_mean_of_means(report, items, counts):
-                level = "WARN" if repeated or len(set(counts)) > 1 else "NOTE"
+                level = "WARN" if len(set(counts)) > 1 else "NOTE"
                 yield "mean of means", {**facts, "level": level}
         elif combined is not None:
             deciding = [event["line"] for event in events_of(report, "decides")]

@@ -59,7 +59,7 @@ test_loader = DataLoader(test_set, 32, sampler=range(rank, len(test_set), world_
 own = torch.Generator().manual_seed(rank)  # all of the data, in another order on each rank
 whole_loader = DataLoader(Images(64, seed=2), 32, shuffle=True, generator=own)
 
-raw_model = network(nn.BatchNorm1d(16), nn.Dropout(0.1)).cuda()
+raw_model = network(nn.BatchNorm1d(16), nn.SyncBatchNorm(16), nn.Dropout(0.1)).cuda()
 next(raw_model.parameters()).requires_grad_(False)
 model = DistributedDataParallel(raw_model, device_ids=[rank])
 model.register_comm_hook(None, default_hooks.fp16_compress_hook)
