@@ -40,7 +40,7 @@ SAMPLES = 16  # of each rank in an epoch
 # Variables of launchers, which a script must not find here, and those that ask for another one.
 LAUNCHERS = re.compile(
     "RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|NODE_RANK|(GROUP|ROLE)_(RANK|WORLD_SIZE|NAME)"
-    "|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|SLURM(?!_CPUS).*|PMIX?_.*|OMPI_.*|MV2_COMM_.*"
+    "|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|SLURM(?!_CPUS|_NODEID).*|PMIX?_.*|OMPI_.*|MV2_COMM_.*"
 )
 OTHERS = re.compile("SLURM_(PROCID|JOB_?ID)|OMPI_COMM_WORLD_RANK|PMI_RANK")
 SETTINGS = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
