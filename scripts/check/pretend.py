@@ -269,8 +269,9 @@ def _drawn(real: Any, shape: tuple[int, ...], classes: int, *counts: int) -> Any
         def __init__(self, *args: Any, **keywords: Any) -> None:
             passed = record.by_name(real, *args, **keywords)
             passed |= passed.pop("kwargs", {})
-            if name == "ImageFolder" and os.path.isdir(passed["root"]):
-                return super().__init__(*args, **keywords)
+            if is_folder and os.path.isdir(passed["root"]):
+                with contextlib.suppress(FileNotFoundError, RuntimeError):
+                    return super().__init__(*args, **keywords)
             record.tell("left out", what=f"the data set {name} (drawn images instead)")
             if passed.get("download") and name not in _downloaded:
                 record.tell("every rank downloads", same=(name, state.node), name=name)

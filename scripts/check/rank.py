@@ -32,7 +32,7 @@ PATIENCE = re.compile(r"""(?<!-)\b(\w*patience)["']?\s*(?::\s*int\s*)?[=:]\s*(\d
 BAD = r"(?:if\b.*(?:isfinite|isnan|isinf)|except .*(?:Runtime|Memory)Error)"
 LEAVES_OUT = re.compile(rf"^ *{BAD}.*:(?:.*\n){{1,4}}? *continue", re.M)
 STOPS = re.compile(r"^ *(?:el)?if\b.*(?:patience|early_?stop).*:", re.M | re.I)
-MAKES = re.compile(r"^ *if not .*(?:exists|isdir)\(.*\n.*(?:makedirs|mkdir)\((?!.*exist_ok)", re.M)
+MAKES = re.compile(r"^ *if not .*(?:exists|isdir)\(.*\n?.*(?:makedirs|mkdir)\((?!.*exist_ok)", re.M)
 BEST = re.compile(r"^ *(?:el)?if\b.*best.*:", re.M | re.I)
 _started: list[BaseProcess] = []  # processes that the script has started: each is a rank
 _makes_groups: list[str] = []  # files of the project that call init_process_group
