@@ -6,6 +6,7 @@ short epoch by their own rules, and the script's loops end by themselves.
 
 import contextlib
 import functools
+import itertools
 import random
 import zlib
 from collections import Counter, defaultdict
@@ -22,6 +23,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 BATCHES = 4  # of each rank in an epoch, if the script has no smaller ones
 COMPARED = 6  # samples of a data set whose content is compared
+READ = 100  # batches of a stream that are counted after its end here
 KEPT = 8  # data sets whose content is known
 NO_WORKERS = {"num_workers": 0, "timeout": 0, "multiprocessing_context": None}
 NO_WORKERS |= {"prefetch_factor": None, "persistent_workers": False, "pin_memory": False}
@@ -306,6 +308,9 @@ def batches(real: Any, self: Any) -> Iterator[Any]:
             is_long = item.is_stream and item.count > state.samples * state.world
             if is_long and state.is_small:
                 record.tell("left out", what="the end of a stream: it was stopped after a while")
+                with randomness_kept():  # count what is left, which may differ between the ranks
+                    is_over = sum(1 for _ in itertools.islice(iterator, READ)) < READ
+                item.facts = facts | {"batches": item.reads - 1 if is_over else None}
                 break
             # Workers would draw from seeds of their own, which follow from the loader's one.
             with randomness_kept() if facts["workers"] else contextlib.nullcontext():
