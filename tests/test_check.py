@@ -61,6 +61,7 @@ def is_right(found):
         pytest.param("wrong_data.py", 1, marks=needs_torchvision),
         pytest.param("wrong_evaluation.py", 1, marks=pytest.mark.slow),
         pytest.param("two_models.py", 1, marks=pytest.mark.slow),
+        pytest.param("streams.py", 1, marks=pytest.mark.slow),
         pytest.param("hangs.py", 1, marks=pytest.mark.slow),
         pytest.param("stops_alone.py", 1, marks=pytest.mark.slow),
         pytest.param("by_hand.py", 1, marks=pytest.mark.slow),
@@ -76,7 +77,8 @@ def test_mistakes_are_found_on_their_lines_and_nothing_else_is(tmp_path, script,
     assert seen == expected(script), found
     for item in found["findings"]:
         assert item["level"] == verdict.TABLE[item["kind"]].level
-    assert found["status"] == 1
+    is_wrong = any(item["level"] == "WRONG" for item in found["findings"])
+    assert found["status"] == is_wrong
     text = str(found)
     if script == "wrong_training.py":
         assert "(only rank 0 loads a checkpoint)" in text

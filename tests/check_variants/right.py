@@ -3,10 +3,15 @@
 import argparse
 import copy
 import fcntl
+import importlib
+import logging
 import os
 import subprocess
+import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, DistributedSampler, random_split
-from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.writer import SummaryWriter
 
 total_batch_size = 524288  # a constant, from which others are computed
 assert total_batch_size % 1024 == 0
@@ -42,8 +47,14 @@ with open("lock", "w") as file:
         torch.save(torch.ones(2), "shared.pt")
     fcntl.flock(file, fcntl.LOCK_UN)
 subprocess.run(["true"], check=True)
+logging.getLogger().addHandler(logging.FileHandler("all.log"))
+with tempfile.TemporaryDirectory() as folder:  # as some do with their settings
+    Path(folder, "settings.py").write_text("rate = 0.1")
+    sys.path.insert(0, folder)
+    assert importlib.import_module("settings").rate == 0.1
 if rank == 0:
     SummaryWriter("runs").add_scalar("loss", 1.0, 1)
+    Path("runs/settings.txt").write_text("rate 0.1")
     assert wandb.init(config={"lr": 0.1}).config.lr == 0.1
 time.sleep(20)  # as one who waits for a file system
 
