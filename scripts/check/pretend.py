@@ -223,8 +223,24 @@ def tracker(name: str) -> Stub:
         opened.get_logdir.return_value = path
         return opened
 
-    for opener in ("init", "init_run", "SummaryWriter", "Visdom", "start_run", "Experiment"):
+    class Writer:
+        """A class of its own, because scripts derive from it."""
+
+        def __init__(self, *args: Any, **keywords: Any) -> None:
+            self._opened = open_one(*args, **keywords)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(vars(self).get("_opened", Stub()), name)
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    for opener in ("init", "init_run", "Visdom", "start_run", "Experiment"):
         getattr(module, opener).side_effect = open_one
+    module.SummaryWriter = Writer
     return module
 
 

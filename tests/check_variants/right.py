@@ -52,8 +52,15 @@ with tempfile.TemporaryDirectory() as folder:  # as some do with their settings
     Path(folder, "settings.py").write_text("rate = 0.1")
     sys.path.insert(0, folder)
     assert importlib.import_module("settings").rate == 0.1
+
+
+class Writer(SummaryWriter):
+    """As some derive their own."""
+
+
 if rank == 0:
-    SummaryWriter("runs").add_scalar("loss", 1.0, 1)
+    with Writer("runs") as writer:
+        writer.add_scalar("loss", 1.0, 1)
     Path("runs/settings.txt").write_text("rate 0.1")
     assert wandb.init(config={"lr": 0.1}).config.lr == 0.1
 time.sleep(20)  # as one who waits for a file system
