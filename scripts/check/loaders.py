@@ -125,7 +125,8 @@ def tell_draws(where: str, before: dict[str, int], key: str = "", seed: int | No
         if after != before.get(name, after):
             same = (where, key, name, before[name] if seed is None else seed)
             line = seeded(name if seed is None else "torch")  # which gives workers their seeds
-            record.tell("equal random numbers", same=same, where=where, name=name, **line)
+            facts = {"where": where, "name": name, "drawn_by": key} | line
+            record.tell("equal random numbers", same=same, **facts)
 
 
 @contextlib.contextmanager
@@ -177,7 +178,8 @@ class Pass:
         self.is_fresh = self.trained = self.evaluated = self.complete = False
         self.reads = self.count = self.fetched = 0  # batches, samples, samples of the last batch
         self.is_stream = isinstance(self.dataset, data.IterableDataset)
-        self.length = 0 if self.is_stream else len(self.dataset)
+        is_sized = hasattr(self.dataset, "__len__") and not self.is_stream
+        self.length = len(self.dataset) if is_sized else 0
         self.content = content(self.dataset) if self.length else []
         self.indices: list[int] = []
         self.samples: list[Any] = []

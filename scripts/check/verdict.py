@@ -200,7 +200,10 @@ def conflicts(report: Facts) -> Found:
 def by_ranks(report: Facts) -> Found:
     """Find what a rank told itself, and what ranks did at the same time that only one may do."""
     alike = defaultdict(list)
+    loaders = {"", *(item["key"] for item in _trainings(report))}
     for event in events_of(report, *TABLE):
+        if event.get("drawn_by", "") not in loaders:
+            continue  # the script has only looked at the data
         if "same" not in event:
             yield event["kind"], event
         else:
