@@ -57,6 +57,8 @@ def name_of(path: Any) -> str:
 def _redirected(uses: str, real: Any, *args: Any, **keywords: Any) -> Any:
     if looks and (line := next(record.frames(), "")) in looks:
         record.tell("every rank makes a folder", same=line)
+    if keywords.get("dir_fd") is not None:  # a name in a folder that is open
+        return real(*args, **keywords)
     paths = [place_of(path, use) for path, use in zip(args, uses, strict=False)]
     if state.is_parent and real.__name__ == "mkdir" and os.path.isdir(paths[0]):
         return None  # all ranks play the one parent that makes it
