@@ -196,6 +196,9 @@ torch.Generator = Generator  # type: ignore[misc]
 torch.set_default_device = torch.set_default_tensor_type = Stub()
 Devices().__enter__()
 
+WRITING = (
+    "add_scalar add_scalars add_image add_images add_histogram add_figure add_text flush close"
+)
 TRACKERS = ["torch.utils.tensorboard", "tensorboardX", "wandb", "visdom", "comet_ml", "neptune"]
 TRACKERS += ["mlflow", "swanlab"]
 
@@ -238,6 +241,8 @@ def tracker(name: str) -> Stub:
         def __exit__(self, *error: object) -> None:
             pass
 
+    for method in WRITING.split():
+        setattr(Writer, method, lambda self, *args, **keywords: None)
     for opener in ("init", "init_run", "Visdom", "start_run", "Experiment"):
         getattr(module, opener).side_effect = open_one
     module.SummaryWriter = Writer

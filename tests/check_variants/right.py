@@ -57,6 +57,9 @@ with tempfile.TemporaryDirectory() as folder:  # as some do with their settings
 class Writer(SummaryWriter):
     """As some derive their own."""
 
+    def add_scalar(self, *args: object) -> None:
+        super().add_scalar(*args)
+
 
 if rank == 0:
     with Writer("runs") as writer:
