@@ -138,6 +138,9 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         ends[rank] = told.pop() if told and told[-1]["kind"] == "end" else end
         ends[rank]["output"] = printed[-1][:200]
         events += told
+    if any(end["how"] == "time" for end in ends.values()):  # the others have waited for these
+        for end in ends.values():
+            end["how"] = "time" if end["how"] == "waited" else end["how"]
     return {"events": events, "ends": ends}
 
 
