@@ -33,7 +33,8 @@ def pytest_runtest_makereport():
     """Fail a test that is skipped without saying what it needs: it may be skipped everywhere."""
     report = yield
     if report.skipped and isinstance(report.longrepr, tuple) and "needs" not in report.longrepr[2]:
-        report.outcome, report.longrepr = "failed", f"skipped without a need: {report.longrepr}"
+        report.outcome = "failed"
+        report.longrepr = f"skipped without a need: {report.longrepr}"
     return report
 
 

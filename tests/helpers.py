@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from tests.processes import free_port
+from tests.processes import LIMIT, free_port
 from utils.cli import parse_args
 
 FORK = multiprocessing.get_context("fork")  # quick, because torch is loaded already
@@ -41,7 +41,7 @@ def fork(function, *args):
     return process
 
 
-def ended(*processes, timeout=90):
+def ended(*processes, timeout=LIMIT):
     """Return the exit status of each process. One that is still running is killed."""
     try:
         for process in processes:
@@ -87,8 +87,8 @@ def in_group(function, world_size=2):
     with tempfile.NamedTemporaryFile() as store:
 
         def connect_and_call(rank):
-            place, limit = f"file://{store.name}", timedelta(seconds=60)
-            dist.init_process_group("gloo", place, limit, world_size, rank)
+            limit = timedelta(seconds=LIMIT)
+            dist.init_process_group("gloo", f"file://{store.name}", limit, world_size, rank)
             return function(rank)
 
         return on_ranks(connect_and_call, world_size)

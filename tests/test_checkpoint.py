@@ -43,7 +43,9 @@ class Run:
     """A run in a folder that has saved after each of two steps."""
 
     def __init__(self, folder):
-        self.folder, self.parts, self.position = folder, parts_of(), Position(epoch=3)
+        self.folder = folder
+        self.parts = parts_of()
+        self.position = Position(epoch=3)
         self.last = folder / "checkpoints" / "last.pt"
         self.previous = self.last.with_name("previous.pt")
         for _ in range(2):
@@ -66,7 +68,8 @@ def run(tmp_path):
 
 
 def test_a_round_trip_restores_every_part(tmp_path):
-    parts, position = parts_of(fp16=True, ema=nn.Linear(2, 3)), Position(epoch=1, seen=40)
+    parts = parts_of(fp16=True, ema=nn.Linear(2, 3))
+    position = Position(epoch=1, seen=40)
     step(parts, position)
     parts["scaler"]._scale = torch.tensor(1024.0)
     checkpoint.save(tmp_path, ARGS, parts, position)
@@ -84,7 +87,8 @@ def test_a_round_trip_restores_every_part(tmp_path):
 
 def die_in(name, call):
     """Let this process be killed when it calls a function of ``os`` for the n-th time."""
-    function, calls = getattr(os, name), count(1)
+    function = getattr(os, name)
+    calls = count(1)
 
     def killing(*args):
         if next(calls) == call:
@@ -142,7 +146,8 @@ def test_no_whole_checkpoint_is_an_error(run):
 
 def test_a_flipped_bit_is_found(run):
     """Some bits, such as those of the dates in the archive, change nothing."""
-    content, weights = run.last.read_bytes(), run.parts["model"][1].weight
+    content = run.last.read_bytes()
+    weights = run.parts["model"][1].weight
     places = random.Random(0).sample(range(len(content)), 200)
     found = 0
     for place in [*range(200), *places]:
@@ -195,7 +200,8 @@ def test_nothing_that_is_not_finite_is_saved(run):
 
 
 def test_a_part_whose_state_could_not_be_loaded_is_refused_at_the_first_save(tmp_path):
-    parts, position = parts_of(own=SimpleNamespace(state_dict=lambda: ARGS)), Position()
+    parts = parts_of(own=SimpleNamespace(state_dict=lambda: ARGS))
+    position = Position()
     step(parts, position)
     with pytest.raises(UserError, match="may hold only tensors and plain values"):
         checkpoint.save(tmp_path, ARGS, parts, position)
@@ -233,7 +239,8 @@ def test_momentum_in_another_memory_order_is_copied(tmp_path):
 
 def test_initial_weights_are_chosen_by_name_and_shape(tmp_path, capsys):
     """A transposed matrix has as many numbers, and is not the same."""
-    target, path = nn.Linear(4, 3), str(tmp_path / "weights.pt")
+    target = nn.Linear(4, 3)
+    path = str(tmp_path / "weights.pt")
     weight = target.weight.detach().clone()
     state = {"weight": torch.ones(4, 3), "bias": torch.arange(3.0), "head.bias": torch.ones(2)}
     torch.save(state, path)
@@ -250,7 +257,8 @@ def test_initial_weights_are_chosen_by_name_and_shape(tmp_path, capsys):
     [("", "module."), ("model", ""), ("state_dict", "module._orig_mod."), ("net", "_orig_mod.")],
 )
 def test_initial_weights_are_found_where_people_keep_them(key, prefix, tmp_path):
-    source, path = models.build("linear"), str(tmp_path / "weights.pt")
+    source = models.build("linear")
+    path = str(tmp_path / "weights.pt")
     state = {prefix + name: tensor for name, tensor in source.state_dict().items()}
     torch.save({key: state, "epoch": 3} if key else state, path)
     assert weights_sha256(models.build("linear", path)) == weights_sha256(source)

@@ -54,8 +54,3 @@ def test_restarts_need_a_folder_and_a_store_of_their_own(capsys):
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in refusal(capsys, "--run-dir r", **ddp)
     parse("--run-dir", "r", **ddp | {"TORCHELASTIC_USE_AGENT_STORE": "False"})
     parse(**ddp | {"TORCHELASTIC_MAX_RESTARTS": "0"})
-
-
-def test_the_flag_of_torch_distributed_launch_is_accepted():
-    assert parse("--local_rank=1", technique="ddp").local_rank == "1"
-    assert parse("--local-rank", "1", technique="ddp").local_rank == "1"

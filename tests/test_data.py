@@ -19,7 +19,8 @@ from utils import digits
 from utils.errors import UsageError
 
 CPU = torch.device("cpu")
-N, G = 1000, 126  # samples, and a global batch that 1, 2, 3, 6 and 7 ranks can share
+N = 1000  # samples
+G = 126  # a global batch that 1, 2, 3, 6 and 7 ranks can share
 
 
 def epoch_of(world_size, start=0, epoch=0, seed=0, size=G):
@@ -38,7 +39,8 @@ def epoch_of(world_size, start=0, epoch=0, seed=0, size=G):
 def test_the_ranks_share_each_global_batch_from_any_position(world_size, start):
     [order] = epoch_of(1, size=1)
     assert sorted(order) == [*range(N)]
-    shares, size = epoch_of(world_size, start), G // world_size
+    shares = epoch_of(world_size, start)
+    size = G // world_size
     steps = (N - start) // G
     assert [len(share) for share in shares] == [steps * size] * world_size
     for k in range(steps):
@@ -142,7 +144,7 @@ def test_of_processes_that_start_at_once_one_draws(tmp_path, monkeypatch):
     assert drawn.read_text().split() == ["60000", "10000"]
 
 
-def test_digits_are_drawn_the_same_each_time():
+def test_digits_are_drawn_the_same_each_time_and_their_normalisation_fits():
     images, labels = digits.draw_digits(1000, seed=0)
     torch.rand(1)
     assert torch.equal(images, digits.draw_digits(1000, seed=0)[0])
@@ -198,7 +200,8 @@ def test_a_shift_moves_each_image_by_up_to_a_pixel():
     is_here = (torch.stack(windows) == shifted).flatten(2).all(2)
     assert is_here.any(0).all(), "each image is one of its windows"
     assert is_here.any(1).all(), "all nine shifts are drawn"
-    transform, batch = data.Transform("mnist", CPU), [images, torch.zeros(300)]
+    transform = data.Transform("mnist", CPU)
+    batch = [images, torch.zeros(300)]
     assert not torch.equal(transform(batch, augment=True)[0], transform(batch)[0])
 
 

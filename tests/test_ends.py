@@ -50,10 +50,3 @@ def threads_left(training, first, **environment):
 @pytest.mark.parametrize("fault", ["", "1:13:SIGTERM"], ids=["complete", "stopped"])
 def test_no_thread_of_gloo_is_left_to_abort_the_process(fault, training):
     assert threads_left(training, "", FAULT=fault or "::") == ["[]"] * 2
-
-
-@pytest.mark.slow
-def test_without_the_early_import_three_threads_stay(training):
-    """If this fails, PyTorch has changed, and the import in the scripts can go."""
-    expected = str(["gloo_tcp_loop", "pt_gloo_runloop", "pt_gloo_runloop"])
-    assert threads_left(training, LATE) == [expected] * 2

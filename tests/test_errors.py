@@ -46,7 +46,7 @@ def test_any_other_error_keeps_its_traceback(report):
         report(lambda: [].pop())
 
 
-def test_the_exit_status_of_a_stop(report, monkeypatch):
+def test_after_a_stop_the_status_is_that_of_its_signal_and_0_under_torchrun(report, monkeypatch):
     assert [report(lambda n=n: n)[0] for n in (0, signal.SIGINT, signal.SIGTERM)] == [0, 130, 143]
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     assert report(lambda: int(signal.SIGTERM)) == (0, "")

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tests.processes import finish, free_port, run, said_by_ranks
+from tests.processes import error_line, finish, free_port, run, said_by_ranks
 from utils.errors import UsageError, UserError
 
 LONG = ["--model", "tests.user_code:network", "--epochs", 9999, "--save-every-steps", 2]
@@ -40,26 +40,21 @@ def test_without_tensorboard_a_flag_helps(train, monkeypatch):
 def test_a_rank_that_is_killed_ends_the_job(training):
     """torchrun's report says which it was, and how it ended."""
     ended = training.run("ddp", *LONG, FAULT="1:8:SIGKILL")
-    assert ended.status == 1
-    (line,) = said_by_ranks(ended)
-    assert line.startswith("train_ddp.py: error: rank 0: ")
-    assert BROKE in line
+    assert BROKE in error_line(ended)
     assert "Signal 9 (SIGKILL) received by PID" in ended.stderr
     assert training.checkpoint["position"]["step"] == 6
 
 
 @pytest.mark.slow
 def test_a_rank_that_stalls_ends_the_others_after_the_timeout(training):
-    port, flags = free_port(), [*LONG, "--timeout", 6]
-    waiting, stalled = (
-        training.start_rank(rank, 2, port, *flags, FAULT="1:8:SIGSTOP") for rank in (0, 1)
-    )
+    port = free_port()
+    flags = [*LONG, "--timeout", 20]
+    waiting = training.start_rank(0, 2, port, *flags)
+    stalled = training.start_rank(1, 2, port, *flags, FAULT="1:8:SIGSTOP")
     ended = finish(waiting)
     stalled.kill()
     stalled.communicate()
-    (line,) = said_by_ranks(ended)
-    assert ended.status == 1
-    assert BROKE in line
+    assert BROKE in error_line(ended)
     assert training.checkpoint["position"]["step"] == 6
 
 
@@ -83,7 +78,7 @@ def test_a_small_dev_shm_is_enough_or_named(size, training):
     flags += ["--dataset", "tests.user_code:many"]
     command = " ".join(map(str, training.command("ddp", *flags)))
     words = f"mount -t tmpfs -o size={size} tmpfs /dev/shm && exec {command}"
-    ended = run("unshare", "-m", "sh", "-c", words, timeout=60)
+    ended = run("unshare", "-m", "sh", "-c", words)
     if size == "1m":
         assert ended.status == 1
         assert "No space left on device (28): give /dev/shm more room" in ended.stderr

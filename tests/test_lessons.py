@@ -59,7 +59,3 @@ def test_a_guess_is_compared_with_the_answer(guess, verdict):
 @pytest.mark.gpu(1)
 def test_a_rank_is_forked_after_a_backward_on_a_machine_with_a_gpu(tmp_path):
     assert "Shown: " in succeed(sys.executable, FOLDER / "01_one_step.py", cwd=tmp_path).stdout
-
-
-def test_numbers_have_no_gap():
-    assert [path.name[:3] for path in LESSONS] == [f"{i:02}_" for i in range(1, len(LESSONS) + 1)]

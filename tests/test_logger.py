@@ -10,7 +10,6 @@ from torch import nn
 
 from tests.helpers import parse
 from utils.checkpoint import Position, weights_sha256
-from utils.errors import UserError
 from utils.logger import Logger
 
 
@@ -20,8 +19,8 @@ def open_logger(tmp_path):
 
     def open_one(*flags, step=0):
         args = parse("--log-every", 1, "--batch-size", 8, *flags)
-        names, device = ("loss", "correct", "count"), torch.device("cpu")
-        return Logger(tmp_path, args, names, device, 16, Position(step=step))
+        names = ("loss", "correct", "count")
+        return Logger(tmp_path, args, names, torch.device("cpu"), 16, Position(step=step))
 
     return open_one
 
@@ -105,10 +104,3 @@ def test_a_summary_means_a_complete_run(open_logger, tmp_path):
     again.epoch(0, 2, [0, 0, 0], [50, 40, 50], 0.1, 0.0)
     again.close(model)
     assert json.loads(path.read_text())["train_seconds"] == summary["train_seconds"]
-
-
-@pytest.mark.parametrize(("loss", "correct", "name"), [("nan", 4, "loss"), (16, "inf", "accuracy")])
-def test_an_average_that_is_not_finite_ends_the_run(loss, correct, name, open_logger):
-    logger = open_logger("--no-tensorboard")
-    with pytest.raises(UserError, match=f"the {name} is (nan|inf), and nothing of this is saved"):
-        logger.step(1, [float(loss), float(correct), 16], lr=0.1)

@@ -12,7 +12,6 @@ import train_single
 from utils.errors import UsageError
 
 CPU = torch.device("cpu")
-PARAMETERS = {"linear": 7_850, "mlp": 235_146, "basic": 1_199_882, "resnet18": 11_175_370}
 
 
 @pytest.mark.parametrize("name", models.MODELS)
@@ -24,8 +23,6 @@ def test_a_model_maps_images_to_logits_and_follows_the_seed(name):
     model, again = built
     assert model(torch.randn(2, 1, 28, 28)).shape == (2, 10)
     assert all(map(torch.equal, model.parameters(), again.parameters()))
-    count = sum(parameter.numel() for parameter in model.parameters())
-    assert count == PARAMETERS.get(name, count)
     kernels = [x for x in model.parameters() if x.dim() == 4]
     assert all(x.is_contiguous(memory_format=torch.channels_last) for x in kernels)
 
@@ -53,13 +50,15 @@ class Watched(nn.Linear):
     """A linear layer with dropout that notes how it is called."""
 
     def forward(self, images):
-        self.graph, self.sizes = torch.is_grad_enabled(), [*self.sizes, len(images)]
+        self.graph = torch.is_grad_enabled()
+        self.sizes.append(len(images))
         return F.dropout(super().forward(images), training=self.training)
 
 
 def test_an_evaluation_is_exact_and_keeps_no_graph():
     torch.manual_seed(0)
-    images, labels = torch.randn(23, 4), torch.randint(10, (23,))
+    images = torch.randn(23, 4)
+    labels = torch.randint(10, (23,))
     labels[[3, 20]] = -100
     model = Watched(4, 10)
     model.sizes = []

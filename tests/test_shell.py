@@ -196,7 +196,7 @@ def gpu_check(copy):
     fake(copy / "fakes", "nvidia-smi", 'echo "ran nvidia-smi $*"')
 
     def check(*parts, **environment):
-        environment = {"GPUS": "2", "PART_SECONDS": "2", "MISSING": "nothing"} | environment
+        environment = {"GPUS": "2", "PART_SECONDS": "8", "MISSING": "nothing"} | environment
         # From its own folder, too.
         command = ["env", f"PATH={path}", "./gpu_check.sh", *parts]
         return run(*command, cwd=copy / "scripts", **environment)
@@ -233,7 +233,7 @@ def test_gpu_check_has_something_to_do_on_one_gpu(gpu_check):
 
 
 @pytest.mark.slow
-def test_quickstart_for_real(digits_dir, tmp_path):
+def test_quickstart_trains_without_a_network_in_a_fresh_copy(digits_dir, tmp_path):
     """Without a network, with drawn digits, in a copy of what git knows."""
     files = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")
     for name in filter(None, files):

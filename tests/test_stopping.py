@@ -90,7 +90,7 @@ def test_torchrun_passes_a_stop_to_all_ranks(name, training):
     assert "exitcode" not in ended.stderr, "no rank has failed"
 
 
-def test_ctrl_c_stops_a_script(training):
+def test_ctrl_c_saves_a_script_of_one_process_and_its_status_says_so(training):
     """As in a terminal, which sends it to the loader workers, too."""
     process = begin(training, "single", *LONG, "--num-workers", 2)
     os.killpg(process.pid, signal.SIGINT)

@@ -63,7 +63,8 @@ def test_the_scripts_agree_and_report_what_they_did(train, digits_dir, tmp_path,
 
 def check_report(technique, run, ranks, digits_dir):
     """The evaluation is that of the checkpoint."""
-    facts, last = run.summary, run.rows[-1]
+    facts = run.summary
+    last = run.rows[-1]
     assert facts.keys() >= set(CONTRACT.split())
     assert facts["technique"] == technique
     assert (facts["world_size"], facts["num_devices"], facts["device"]) == (ranks, ranks, "cpu")
@@ -125,7 +126,8 @@ def test_clipping_bounds_the_true_gradient(amp, norm, train):
     flags = ["--model", "linear", "--amp", amp, "--max-grad-norm", norm, "--max-steps", 1]
     run = train("run", *flags, "--warmup-epochs", 0)
     torch.manual_seed(0)
-    before, after = models.linear().state_dict(), run.checkpoint["model"]
+    before = models.linear().state_dict()
+    after = run.checkpoint["model"]
     moved = torch.cat([(after[name] - before[name]).flatten() for name in before]).norm()
     if norm:  # Nesterov's first step is 1.9 gradients long
         assert float(moved) == pytest.approx(0.1 * 1.9 * norm, rel=1e-2)

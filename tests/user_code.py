@@ -38,7 +38,8 @@ class Network(nn.Module):
 
     def __init__(self, name="mlp", dropout=0.0):
         super().__init__()
-        self.inner, self.dropout = models.MODELS[name](), nn.Dropout(dropout)
+        self.inner = models.MODELS[name]()
+        self.dropout = nn.Dropout(dropout)
         self.forwards = 0
         atexit.register(append, "exit_handlers", rank())
 
