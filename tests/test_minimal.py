@@ -30,9 +30,31 @@ def alone(tmp_path):
 
     def copy(name, folder="alone"):
         (tmp_path / folder).mkdir()
-        return shutil.copy(FOLDER / f"{name}.py", tmp_path / folder)
+        return Path(shutil.copy(FOLDER / f"{name}.py", tmp_path / folder))
 
     return copy
+
+
+@pytest.fixture
+def run_ranks(capfd):
+    """Return a function that runs a script in its folder: the exit statuses and the output.
+
+    The ranks are forked, which is quicker than a real start. ``prepare`` is called in each of them
+    before the script.
+    """
+
+    def run(script, ranks, *flags, prepare=int):
+        def execute(rank):
+            os.chdir(script.parent)
+            sys.argv = [script.name, *map(str, flags)]
+            prepare()
+            runpy.run_path(script.name, run_name="__main__")
+
+        capfd.readouterr()
+        statuses = ended(*fork_ranks(execute, ranks))
+        return statuses, without_gloo(capfd.readouterr().out)
+
+    return run
 
 
 def text_of(name):
@@ -71,9 +93,9 @@ def test_a_diff_is_small_and_each_difference_has_its_reason(old, new, removed, a
 # Training on drawn digits
 
 
-def check_result(ended, path, data_dir):
+def check_result(output, path, data_dir):
     """The accuracy in the last line is that of the saved model."""
-    *_, (_, _, accuracy) = EPOCH.findall(ended.stdout)
+    *_, (_, _, accuracy) = EPOCH.findall(output)
     model = nn.Sequential(
         nn.Sequential(nn.Conv2d(1, 16, 5), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)),
         nn.Sequential(nn.Conv2d(16, 32, 5), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)),
@@ -90,32 +112,31 @@ def check_result(ended, path, data_dir):
 
 
 @pytest.mark.slow
-def test_dp_without_gpus_trains_as_single_does(alone, digits_dir, tmp_path):
+def test_dp_without_gpus_trains_as_single_does(alone, run_ranks, digits_dir, tmp_path):
     for name in ("single", "dp"):
-        script = alone(name, name)
-        flags = ["--data-dir", digits_dir, "--epochs", 2]
-        ended = succeed(sys.executable, script, *flags, cwd=tmp_path / name)
-        assert [line[:2] for line in EPOCH.findall(ended.stdout)] == [("1", "0.03"), ("2", "0.03")]
-        check_result(ended, tmp_path / name, digits_dir)
+        _, output = run_ranks(alone(name, name), 1, "--data-dir", digits_dir, "--epochs", 2)
+        assert [line[:2] for line in EPOCH.findall(output)] == [("1", "0.03"), ("2", "0.03")]
+        check_result(output, tmp_path / name, digits_dir)
     weights = [torch.load(tmp_path / name / "model.pt") for name in ("single", "dp")]
     torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_three_ranks_evaluate_the_saved_model_exactly(name, alone, digits_dir, tmp_path):
+def test_three_ranks_evaluate_the_saved_model_exactly(name, alone, run_ranks, digits_dir, tmp_path):
     """500 images do not divide by 3. One rank prints, and the rate follows the number of ranks."""
     flags = ["--data-dir", digits_dir, "--epochs", 2, "--batch-size", 32]
-    ended = succeed(*torchrun(3, alone(name), *flags), cwd=tmp_path / "alone")
-    assert [line[:2] for line in EPOCH.findall(ended.stdout)] == [("1", "0.045"), ("2", "0.045")]
-    check_result(ended, tmp_path / "alone", digits_dir)
-    assert name == "ddp" or "rank 0 holds" in ended.stdout
+    statuses, output = run_ranks(alone(name), 3, *flags)
+    assert statuses == [0, 0, 0]
+    assert [line[:2] for line in EPOCH.findall(output)] == [("1", "0.045"), ("2", "0.045")]
+    check_result(output, tmp_path / "alone", digits_dir)
+    assert name == "ddp" or "rank 0 holds" in output
 
 
 @pytest.mark.slow
 def test_the_first_epoch_reaches_98_percent(alone, mnist_dir, tmp_path):
     command = torchrun(2, alone("ddp"), "--data-dir", mnist_dir)
-    ended = succeed(*command, cwd=tmp_path / "alone", timeout=200)
-    ((_, _, accuracy),) = EPOCH.findall(ended.stdout)
+    output = succeed(*command, cwd=tmp_path / "alone").stdout
+    [(_, _, accuracy)] = EPOCH.findall(output)
     assert float(accuracy) >= 98
 
 
@@ -124,17 +145,17 @@ def test_the_first_epoch_reaches_98_percent(alone, mnist_dir, tmp_path):
 def test_two_gpus_train(name, alone, digits_dir, tmp_path):
     words = [alone(name), "--data-dir", digits_dir, "--epochs", 2]
     words = [sys.executable, *words] if name == "dp" else torchrun(2, *words)
-    ended = succeed(*words, cwd=tmp_path / "alone")
-    assert [line[:2] for line in EPOCH.findall(ended.stdout)] == [("1", "0.06"), ("2", "0.06")]
-    check_result(ended, tmp_path / "alone", digits_dir)
+    output = succeed(*words, cwd=tmp_path / "alone").stdout
+    assert [line[:2] for line in EPOCH.findall(output)] == [("1", "0.06"), ("2", "0.06")]
+    check_result(output, tmp_path / "alone", digits_dir)
 
 
 @pytest.mark.parametrize("name", ["ddp", "ddp_resume", "fsdp"])
 def test_a_start_without_torchrun_says_how_to_start(name, alone, monkeypatch):
     script = alone(name)
-    monkeypatch.setattr(sys, "argv", [script])
+    monkeypatch.setattr(sys, "argv", [script.name])
     with pytest.raises(SystemExit, match=r"^start it with: torchrun .*\.py$"):
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_path(str(script), run_name="__main__")
 
 
 # Scripts of DDP with other data: a folder named torchvision beside the script has a data set that
@@ -179,37 +200,29 @@ def with_data_set(alone, tmp_path):
         (package / "__init__.py").touch()
         (package / "datasets.py").write_text(DATA_SET)
         (package / "transforms.py").write_text("ToTensor = object\n")
-        return Path(script)
+        return script
 
     return copy
 
 
 @pytest.fixture
-def resume(with_data_set, tmp_path, monkeypatch, capfd):
-    """Return a function that trains in a folder, in forked processes: their statuses and output.
+def resume(with_data_set, run_ranks, tmp_path, monkeypatch):
+    """Return a function that runs ddp_resume.py with this data set, as ``run_ranks`` does."""
 
-    ``prepare`` is called in each process before the script.
-    """
-
-    def run(folder, world_size, *flags, when="", signal=0, prepare=int):
-        folder = tmp_path / folder
-        if not folder.exists():
+    def run(folder, ranks, *flags, when="", signal=0, prepare=int):
+        script = tmp_path / folder / "ddp_resume.py"
+        if not script.exists():
             with_data_set("ddp_resume", folder)
         monkeypatch.setenv("WHEN", when)
         monkeypatch.setenv("SIGNAL", str(int(signal)))
 
-        def execute(rank):
-            os.chdir(folder)
-            sys.path.insert(0, str(folder))
+        def forget_torchvision():
+            sys.path.insert(0, str(script.parent))
             for name in [name for name in sys.modules if name.startswith("torchvision")]:
                 del sys.modules[name]
-            sys.argv = ["ddp_resume.py", *map(str, flags)]
             prepare()
-            runpy.run_path("ddp_resume.py", run_name="__main__")
 
-        capfd.readouterr()
-        statuses = ended(*fork_ranks(execute, world_size))
-        return statuses, without_gloo(capfd.readouterr().out)
+        return run_ranks(script, ranks, *flags, prepare=forget_torchvision)
 
     return run
 
