@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader
 
+from tests.helpers import ended, fork
 from utils.errors import ADVICE, UsageError, UserError, guard
 
 
@@ -39,6 +40,16 @@ def test_an_error_of_the_user_is_one_line_with_its_exit_status(report):
     assert report(fail(UsageError("lower --lr"))) == (2, line)
     status, line = report(Path("/nowhere/x").read_text)
     assert (status, line) == (1, "train_ddp.py: error: /nowhere/x: No such file or directory\n")
+
+
+def test_the_other_ranks_of_a_machine_are_ended_before_they_say_the_same(capfd, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr("utils.errors.REPORT_SECONDS", 600)
+    rank = fork(guard, lambda args: Path("/nowhere/x").read_text(), None)
+    rank.join(1)  # nothing happens
+    rank.terminate()  # as torchrun does
+    assert ended(rank) == [-signal.SIGTERM]
+    assert capfd.readouterr().err == ""
 
 
 def test_any_other_error_keeps_its_traceback(report):

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from tests.processes import ROOT, succeed
+from tests.processes import LIMIT, ROOT, succeed
 
 FOLDER = ROOT / "scripts/lessons"
 LESSONS = sorted(FOLDER.glob("[0-9]*.py"))
-# One of each kind. The others take a few seconds each, and are slow together.
-QUICK = {"03_data_parallel_by_hand", "26_never_averaged"}
+# The others take a few seconds each, and are slow together.
+QUICK = {"26_never_averaged"}
 CASES = [
     pytest.param(path, id=path.stem, marks=() if path.stem in QUICK else pytest.mark.slow)
     for path in LESSONS
@@ -45,14 +45,18 @@ def test_a_lesson_can_be_guessed_and_needs_torch_alone(path):
     assert modules <= {"torch", "_lesson"} | sys.stdlib_module_names
 
 
-@pytest.mark.parametrize(("guess", "verdict"), [("c", "was right"), ("a)", "was wrong")])
+@pytest.mark.parametrize(
+    ("guess", "verdict"),
+    [("c", "was right"), pytest.param("a)", "was wrong", marks=pytest.mark.slow)],
+)
 def test_a_guess_is_compared_with_the_answer(guess, verdict):
-    command = [sys.executable, FOLDER / "25_no_sync.py", "--predict"]
-    found = subprocess.run(command, input=f"{guess}\n", capture_output=True, text=True, timeout=90)
+    command = [sys.executable, FOLDER / "03_data_parallel_by_hand.py", "--predict"]
+    more = {"capture_output": True, "text": True, "timeout": LIMIT}
+    found = subprocess.run(command, input=f"{guess}\n", **more)
     before, _, after = found.stdout.partition("Your guess")
     # What one needs in order to guess, and not what explains the answer.
-    assert "with model.no_sync()" in before
-    assert "DDP decides in the forward" not in before
+    assert "A batch of 512 goes through" in before
+    assert "scatter the batch" not in before
     assert f"Your guess, {guess[0]}), {verdict}" in after.splitlines()[-1]
 
 

@@ -6,7 +6,7 @@ import signal
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.processes import distance, recorded
+from tests.processes import LIMIT, distance, recorded
 
 # Dropout, random shifts, momentum and accumulation, in 16 steps of 32 samples.
 NOISY = ["--model", "tests.user_code:dropout_network", "--dataset", "tests.user_code:dots"]
@@ -29,13 +29,28 @@ def record(tmp_path, monkeypatch):
     return choose
 
 
+def drawn(folder, rank, attempt=0):
+    """Return the shifts and the dropout of each forward of a rank."""
+    return [(seen["places"], seen["mask"]) for seen in recorded(folder, rank, attempt)]
+
+
+def test_every_micro_step_of_every_rank_draws_numbers_of_its_own(train, record):
+    folder = record("calm")
+    train("calm", *NOISY, script="ddp", ranks=2)
+    seen = [each for rank in (0, 1) for each in drawn(folder, rank)]
+    assert len({mask for _, mask in seen}) == len(seen) == 64
+    shifts = {place - (14 * 28 + 14) for places, _ in seen for place in places}
+    assert shifts == {-29, -28, -27, -1, 0, 1, 27, 28, 29}
+
+
+@pytest.mark.slow
 def test_a_restart_by_torchrun_repeats_what_was_lost(train, training, record):
     """Rank 1 is killed in step 8, and the restart begins after step 6."""
     calm_record = record("calm")
     calm = train("calm", *NOISY, script="ddp", ranks=2).summary
     killed_record = record("killed")
     restarts = {"launcher": ["--max-restarts", 1], "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    training.succeed("ddp", *NOISY, **restarts, FAULT="1:16:SIGKILL", timeout=200)
+    training.succeed("ddp", *NOISY, **restarts, FAULT="1:16:SIGKILL", timeout=2 * LIMIT)
     killed = training.summary
     assert killed["weights_sha256"] == calm["weights_sha256"]
     assert (calm["resumed_from"], killed["resumed_from"]) == (None, 6)
@@ -47,19 +62,10 @@ def test_a_restart_by_torchrun_repeats_what_was_lost(train, training, record):
     assert {*(killed_record / "saved_by").read_text().split()} == {"0"}, "rank 0 alone writes"
     # Exit handlers run after rank 0's error in the first attempt, and at the end of the second.
     assert sorted((killed_record / "exit_handlers").read_text().split()) == ["0", "0", "1"]
-
-    def drawn(folder, rank, attempt=0):
-        return [(x["places"], x["mask"]) for x in recorded(folder, rank, attempt)]
-
-    whole = [drawn(calm_record, rank) for rank in (0, 1)]
-    assert len(whole[0]) == 32
     for rank in (0, 1):
-        assert drawn(killed_record, rank)[:15] == whole[rank][:15]
-        assert drawn(killed_record, rank, 1) == whole[rank][12:], "shifts and dropout are the same"
-    # Every micro-step of every rank draws numbers of its own.
-    assert len({mask for rank in whole for _, mask in rank}) == 64
-    shifts = {place - (14 * 28 + 14) for rank in whole for places, _ in rank for place in places}
-    assert shifts == {-29, -28, -27, -1, 0, 1, 27, 28, 29}
+        whole = drawn(calm_record, rank)
+        assert drawn(killed_record, rank)[:15] == whole[:15]
+        assert drawn(killed_record, rank, 1) == whole[12:], "shifts and dropout are the same"
 
 
 @pytest.mark.parametrize("workers", [0, 1])
