@@ -28,16 +28,6 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from tests import helpers, processes  # noqa: E402
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport():
-    """Fail a test that is skipped without saying what it needs: it may be skipped everywhere."""
-    report = yield
-    if report.skipped and isinstance(report.longrepr, tuple) and "needs" not in report.longrepr[2]:
-        report.outcome = "failed"
-        report.longrepr = f"skipped without a need: {report.longrepr}"
-    return report
-
-
 @pytest.fixture(scope="session")
 def digits_dir(tmp_path_factory):
     """A folder in torchvision's layout, with drawn digits: 1,920 for training, 500 for testing.

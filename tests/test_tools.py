@@ -9,7 +9,6 @@ from xml.etree import ElementTree
 import pytest
 
 from scripts.tools import benchmark, doctor
-from tests.helpers import on_ranks
 from tests.processes import ROOT, finish, run, start, succeed, torchrun
 
 DOCTOR = ROOT / "scripts" / "tools" / "doctor.py"
@@ -22,11 +21,9 @@ def healthy(rank):
     facts = {"host": host, "versions": "torch 2.15", "interface": None, "shm": 1024}
     # The connection to rank 0's store. Rank 0 serves it, and sees none of its own.
     facts |= {"name_leads_to": f"10.0.0.{rank // 2 + 1}"}
-    facts |= (
-        {"address": None, "master": None}
-        if rank == 0
-        else {"address": facts["name_leads_to"], "master": "10.0.0.1"}
-    )
+    facts |= {"address": facts["name_leads_to"], "master": "10.0.0.1"}
+    if rank == 0:
+        facts |= {"address": None, "master": None}
     return facts | {"gpu": f"GPU {rank % 2} of {host}", "free": 79.0, "memory": 80.0}
 
 
@@ -62,11 +59,11 @@ def test_the_doctor_names_who_is_missing_and_who_came_twice():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     meeting = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [sys.executable, DOCTOR, "--timeout", 10]
+    command = [sys.executable, DOCTOR, "--timeout", 30]
     processes = [start(*command, RANK=rank, **meeting) for rank in "022"]
     first, again, also = map(finish, processes)
     assert [ended.status for ended in (first, again, also)] == [1, 1, 1]
-    assert "missing after 10 s: rank 1, 3 of 4." in first.stderr
+    assert "missing after 30 s: rank 1, 3 of 4." in first.stderr
     twice = f"error: rank 2 on {socket.gethostname()}: this rank was started twice"
     assert (again.stderr + also.stderr).count(twice) == 1
     assert (first.text + again.text + also.text).count("\n") == 2, "a line each"
@@ -184,15 +181,10 @@ def test_where_data_parallel_only_calls_the_model_no_speed_up_is_printed(tmp_pat
     assert "1.90" not in " ".join(rows)
 
 
-@pytest.fixture
-def figures():
+def test_a_picture_of_runs_has_text_and_follows_the_colour_scheme(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="needs matplotlib")
     from scripts.tools import figures
 
-    return figures
-
-
-def test_a_picture_of_runs_has_text_and_follows_the_colour_scheme(figures, tmp_path, monkeypatch):
     for size in (1, 2):
         folder = tmp_path / str(size)
         folder.mkdir()
@@ -206,18 +198,3 @@ def test_a_picture_of_runs_has_text_and_follows_the_colour_scheme(figures, tmp_p
     texts = {"".join(element.itertext()) for element in ElementTree.parse(drawn).iter()}
     assert {"processes: 1, batch of each: 384", "processes: 2, batch of each: 192"} <= texts
     assert "prefers-color-scheme: dark" in drawn.read_text()
-    assert figures.INK not in drawn.read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bucket_cap_mb", [16, 4])
-def test_a_step_with_one_bucket_sends_after_the_backward_and_with_several_during_it(
-    figures, bucket_cap_mb, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(figures, "STEPS", 3)
-    for steps in on_ranks(lambda rank: figures.profile_steps(rank, tmp_path, bucket_cap_mb)):
-        begins = [start for start, *_, name in steps[-1] if name == figures.SEND]
-        ends = [end for _, end, _, name in steps[-1] if name == figures.BACKWARD]
-        assert len(begins) == 16 // bucket_cap_mb
-        assert len(ends) == figures.LAYERS
-        assert (min(begins) < max(ends)) == (bucket_cap_mb == 4)
