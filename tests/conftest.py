@@ -90,7 +90,8 @@ def count_gpus():
     shown = kept if GPUS == "all" else kept | {"CUDA_VISIBLE_DEVICES": GPUS}
     code = "from torch import cuda; print(cuda.device_count() if cuda.is_available() else 0)"
     command = [sys.executable, "-c", code]
-    return int(subprocess.run(command, env=shown, capture_output=True, text=True).stdout or 0)
+    more = {"capture_output": True, "text": True, "timeout": processes.LIMIT}
+    return int(subprocess.run(command, env=shown, **more).stdout or 0)
 
 
 @pytest.fixture(autouse=True)

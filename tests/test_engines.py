@@ -255,7 +255,8 @@ class Slurm:
     """A cluster of two nodes, whose names no other machine knows."""
 
     def __init__(self, folder, machines):
-        self.folder, self.machine = folder, machines[0]
+        self.folder = folder
+        self.machine = machines[0]
         self.output = folder / "output"
         self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
         (folder / "state").mkdir(parents=True)

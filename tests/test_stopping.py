@@ -33,15 +33,11 @@ def begin(training, technique, *flags, **more):
 
 
 def check_stopped(training, ended):
-    """The last line says how to go on, and the checkpoint is what was trained."""
-    step = training.checkpoint["position"]["step"]
-    last = ended.stdout.splitlines()[-1]
-    assert last == (
-        f"stopped and saved: repeat the command with --run-dir {training.folder} --resume"
-    )
+    """It is saved, and the last line says how to go on."""
+    assert training.checkpoint["position"]["step"] > 0
+    assert f"--run-dir {training.folder} --resume" in ended.stdout.splitlines()[-1]
     assert ended.text.count(STOPPING) == 1
     assert not (training.folder / "summary.json").exists()
-    return step
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
@@ -56,6 +52,16 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(number, train, monkeypa
     step = run.checkpoint["position"]["step"]
     assert 13 <= step <= 20
     assert "stopped and saved: " in capfd.readouterr().out
+
+
+def test_a_run_whose_steps_are_long_stops_after_the_step_of_the_signal(train, monkeypatch):
+    """Ten more steps might take longer than a cluster waits. Here a step loads for 1.3 s."""
+    monkeypatch.setenv("FAULT", "1:3:SIGTERM")
+    monkeypatch.setenv("SLOW", "0.04")
+    flags = ["--model", "tests.user_code:network", "--dataset", "tests.user_code:slow"]
+    flags += ["--batch-size", 32, "--no-tensorboard"]
+    run = train("run", *flags, script="ddp", ranks=2, stop=signal.SIGTERM)
+    assert run.checkpoint["position"]["step"] == 3
 
 
 def test_no_rank_ends_before_rank_0_has_saved(digits_dir, tmp_path, monkeypatch):
@@ -97,16 +103,6 @@ def test_ctrl_c_saves_a_script_of_one_process_and_its_status_says_so(training):
     ended = finish(process)
     assert (ended.status, ended.stderr.strip()) == (130, STOPPING)
     check_stopped(training, ended)
-
-
-@pytest.mark.slow
-def test_ranks_agree_in_each_step_if_steps_are_long(training):
-    """A step takes 0.8 s or more, nearly all of it for loading data."""
-    process = training.start("ddp", *SLOW, SLOW="0.2")
-    wait_until((training.folder / "checkpoints" / "last.pt").exists, process)
-    step = training.checkpoint["position"]["step"]
-    process.terminate()
-    assert check_stopped(training, finish(process)) <= step + 3
 
 
 @pytest.mark.slow
