@@ -44,6 +44,7 @@ def test_every_micro_step_of_every_rank_draws_numbers_of_its_own(train, record):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_restart_by_torchrun_repeats_what_was_lost(train, training, record):
     """Rank 1 is killed in step 8, and the restart begins after step 6."""
     calm_record = record("calm")
