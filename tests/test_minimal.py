@@ -248,6 +248,16 @@ def test_a_stopped_run_goes_on_with_more_epochs_and_another_number_of_ranks(resu
     assert reads[0][0] != reads[0][240 // 2 + 720 // 3], "each epoch has its own order"
 
 
+def test_every_parameter_group_gets_the_rate(resume, with_data_set, tmp_path):
+    script = Path(with_data_set("ddp_resume", "run"))
+    groups = "SGD([{'params': [p]} for p in model.parameters()]"
+    script.write_text(script.read_text().replace("SGD(model.parameters()", groups))
+    resume("run", 2, "--batch-size", 96)
+    saved = torch.load(tmp_path / "run" / "checkpoint.pt")["optimizer"]["param_groups"]
+    assert len(saved) > 1
+    assert [group["lr"] for group in saved] == pytest.approx([0.09 / 5] * len(saved))
+
+
 def test_a_killed_run_ends_in_the_weights_of_one_that_was_never_killed(resume, tmp_path):
     """It is saved at steps 100 and 200 of an epoch, and is killed in step 150."""
     resume("calm", 2, "--batch-size", 2)
