@@ -2,13 +2,14 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 from torch.utils.data import DataLoader
 
 from tests.helpers import ended, fork
-from utils.errors import ADVICE, UsageError, UserError, guard
+from utils.errors import ADVICE, REPORT_SECONDS, UsageError, UserError, guard
 
 
 @pytest.fixture
@@ -104,3 +105,12 @@ def test_a_loader_worker_that_is_killed_is_one_line(report):
     status, line = report(lambda: next(iter(DataLoader(Broken(), sampler=[1], num_workers=1))))
     assert "is the memory or /dev/shm full? Try --num-workers 0" in line
     assert (status, line.count("\n")) == (1, 1)
+
+
+def test_each_machine_says_at_once_why_it_ends(report, monkeypatch):
+    """Not only rank 0: its machine would end the job before another one has said anything."""
+    monkeypatch.setenv("RANK", "8")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    began = time.monotonic()
+    assert report(fail(UserError("/dev/shm is full")))[1].endswith("error: /dev/shm is full\n")
+    assert time.monotonic() - began < REPORT_SECONDS

@@ -118,3 +118,15 @@ def test_a_second_ctrl_c_ends_at_once(training, tmp_path):
     process.send_signal(signal.SIGINT)
     ended = finish(process)
     assert (ended.status, ended.stderr) == (-signal.SIGINT, "")
+
+
+def test_a_run_under_nohup_goes_on_after_its_terminal_is_closed(train, monkeypatch):
+    """The script inherits that the signal is ignored. The terminal sends it in step 3."""
+    monkeypatch.setenv("FAULT", "0:3:SIGHUP")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        flags = ["--model", "tests.user_code:network", "--max-steps", 6, "--no-tensorboard"]
+        run = train("run", *flags)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert run.summary["global_step"] == 6
