@@ -4,8 +4,10 @@ import json
 import signal
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import data
 from tests.processes import LIMIT, distance, recorded
 
 # Dropout, random shifts, momentum and accumulation, in 16 steps of 32 samples.
@@ -116,3 +118,17 @@ def test_an_evaluation_that_is_owed_is_made_up_for(train):
     assert again["weights_sha256"] == facts["weights_sha256"]
     now = [(run.folder / "checkpoints" / name).read_bytes() for name in ("last.pt", "previous.pt")]
     assert now == kept, "previous.pt is the checkpoint before"
+
+
+def unreadable_test_set(data_dir):
+    train_set, test_set = data.load("mnist", data_dir)
+    return train_set, torch.utils.data.Subset(test_set, [0, 99_999])
+
+
+def test_an_epoch_is_not_lost_if_its_evaluation_fails(train, tmp_path):
+    """An evaluation may need more memory than the training, or a file that is damaged."""
+    flags = ["--model", "linear", "--dataset", "tests.test_resume:unreadable_test_set"]
+    with pytest.raises(IndexError):
+        train("run", *flags, "--no-tensorboard")
+    checkpoint = torch.load(tmp_path / "run" / "checkpoints" / "last.pt")
+    assert checkpoint["position"]["step"] == 20
