@@ -265,3 +265,37 @@ def test_the_scripts_of_this_collection_are_right(digits_dir, script):
     command = [sys.executable, CHECK, script, "--data-dir", digits_dir]
     text = succeed(*command, cwd=ROOT, timeout=150).text
     assert "OK     nothing wrong was seen" in text
+
+
+FAILS_LATER = """
+import torch
+from common import loss_of, network, start
+from torch.nn.parallel import DistributedDataParallel
+
+rank, _ = start()
+raw_model = network().cuda()
+model = DistributedDataParallel(raw_model, device_ids=[rank])
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(3):
+    loss_of(raw_model, rank, step).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+raise FileNotFoundError("test.csv")
+"""
+
+
+def test_a_mistake_counts_although_the_script_fails_later(tmp_path):
+    """A test set may be missing on this machine. In CI the status has to be that of a mistake."""
+    shutil.copy(VARIANTS / "common.py", tmp_path)
+    (tmp_path / "own.py").write_text(FAILS_LATER)
+    ended = run(sys.executable, CHECK, "own.py", cwd=tmp_path)
+    assert "past the wrapper" in ended.stdout, ended.text
+    assert "could not run your script: FileNotFoundError: test.csv" in ended.stdout
+    assert ended.status == 1
+
+
+def test_a_script_finds_no_variables_of_the_job_in_which_the_check_is_started(tmp_path):
+    """In a shell of Slurm, many scripts would believe that srun has started them."""
+    (tmp_path / "own.py").write_text("import os; raise ValueError(os.environ.get('SLURM_NTASKS'))")
+    ended = run(sys.executable, CHECK, "own.py", cwd=tmp_path, SLURM_NTASKS="9")
+    assert "ValueError: None" in ended.stdout, ended.text

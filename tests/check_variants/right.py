@@ -43,8 +43,7 @@ thread.start()
 thread.join()
 with open("lock", "w") as file:
     fcntl.flock(file, fcntl.LOCK_EX)
-    if not os.path.exists("shared.pt"):
-        torch.save(torch.ones(2), "shared.pt")
+    torch.save(torch.ones(2), "shared.pt")  # one rank after the other
     fcntl.flock(file, fcntl.LOCK_UN)
 subprocess.run(["true"], check=True)
 logging.getLogger().addHandler(logging.FileHandler("all.log"))
@@ -120,16 +119,17 @@ for epoch in range(args.epochs):
     sums = torch.zeros(2).cuda()
     with torch.no_grad():
         for images, labels in test_loader:
-            answers = raw_model(images.cuda()).argmax(dim=1)
-            sums += torch.tensor([(answers == labels.cuda()).sum(), len(labels)])
-        average(images)
-        for images, _ in loader:  # the training data, too, with the loader of the training
-            raw_model(images.cuda())
-    dist.all_reduce(sums)
+            loss = F.cross_entropy(raw_model(images.cuda()), labels.cuda(), reduction="sum")
+            sums += torch.tensor([loss, len(labels)])
+    dist.all_reduce(sums, op=dist.ReduceOp.AVG)  # the loss is sums[0] / sums[1], as of the sums
     if rank == 0:
         torch.save(raw_model.state_dict(), "model.pt")
     dist.barrier()
     torch.load("model.pt", map_location="cuda")
+    with torch.no_grad():
+        average(images)
+        for images, _ in loader:  # the training data, too, with the loader of the training
+            raw_model(images.cuda())
     stop = torch.tensor(float(rank == 0 and sums[1] < 0)).cuda()
     dist.all_reduce(stop)
     if stop > 0:
