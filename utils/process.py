@@ -1,4 +1,4 @@
-"""A process of a training: its device, its comparison with the other ranks, and stop signals."""
+"""One process of a training: its device, its comparison with the other ranks, and stop signals."""
 
 import argparse
 import os
@@ -23,7 +23,7 @@ OF_ONE_MACHINE = {
     "local_rank",
 }
 SHOWN = 80  # characters of a value that a message quotes
-COMPARED = 32  # samples of a data set, since it may have to read a file for each of them
+COMPARED = 32  # only so many samples of a data set, because each may be a file to read
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -74,7 +74,7 @@ def setup_device(args: argparse.Namespace, local_rank: int = 0) -> torch.device:
 
 
 class Labels(Dataset):
-    """What of the samples of a data set can be compared: their whole numbers, such as labels."""
+    """The parts of samples that ranks can compare: whole numbers, such as labels."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -162,6 +162,6 @@ def detach_worker(worker_id: int) -> None:
     """Move a loader worker into a process group of its own. For ``DataLoader(worker_init_fn=...)``.
 
     A terminal sends Ctrl-C to a whole process group, and torchrun sends SIGTERM to the group of
-    each rank. Loader workers that end then would turn the orderly stop of their rank into a crash.
+    each rank. If the loader workers ended too, the orderly stop of their rank would become a crash.
     """
     os.setpgrp()

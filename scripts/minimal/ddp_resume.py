@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 # DDP: the wrapper imports this module. If that happened after init_process_group, the module would
-# keep the process group (in default arguments), and gloo's threads could abort the end of Python.
+# keep the process group (in default arguments), and gloo's threads could crash Python at its end.
 import torch.distributed.nn
 import torch.nn.functional as F
 from torch import nn
