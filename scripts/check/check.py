@@ -35,7 +35,8 @@ import verdict
 RANK = Path(__file__).resolve().with_name("rank.py")
 MOST_RANKS = 8
 GRACE = 10  # seconds in which the other ranks may end after one that failed
-IDLE, BUSY = 15, 50  # ranks wait for ever if they work for less than 0.5 s in 15 s
+IDLE = 15
+BUSY = 50  # ranks wait for ever if they work for less than 0.5 s in 15 s
 SAMPLES = 16  # of each rank in an epoch
 # Variables of launchers, which a script must not find here, and those that ask for another one.
 LAUNCHERS = re.compile(
@@ -102,7 +103,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         request = request | {"port": free.getsockname()[1]}
     kept = {name: text for name, text in os.environ.items() if not LAUNCHERS.fullmatch(name)}
-    processes, root = [], Path(request["root"])
+    processes = []
+    root = Path(request["root"])
     # Scripts ask a terminal for its size. Whoever reads from it finds its end.
     keyboard, terminal = os.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
@@ -147,7 +149,9 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
 def _wait(processes: list[Popen[bytes]], until: float) -> bool:
     """Wait for the ranks. If all are idle, they wait in vain: abort them, and return True."""
     are_idle = False
-    spent, since, most = 0, time.monotonic(), [0] * len(processes)
+    spent = 0
+    since = time.monotonic()
+    most = [0] * len(processes)
     while any(process.poll() is None for process in processes) and time.monotonic() < until:
         time.sleep(0.1)
         # A rank that fails, or that asks for another start, leaves with 1. The others may wait.

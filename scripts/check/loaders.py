@@ -264,7 +264,8 @@ def _batch_size(size: int, samples: int) -> int:
 @replaces(data.DataLoader, name="__init__")
 def loader(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
     passed = record.by_name(real, self, *args, **keywords)
-    dataset, sampler = passed["dataset"], passed.get("sampler")
+    dataset = passed["dataset"]
+    sampler = passed.get("sampler")
     size = passed.get("batch_size", 1) if passed.get("batch_sampler") is None else None
     lines = list(record.frames())
     whole = share = short = 0

@@ -285,7 +285,8 @@ def _no_weights(*args: Any, **keywords: Any) -> dict[str, Any]:
 
 def _drawn(real: Any, shape: tuple[int, ...], classes: int, *counts: int) -> Any:
     """Return a class of torchvision that draws its images, but reads a folder that exists."""
-    name, is_folder = real.__name__, "Folder" in real.__name__ or "Net" in real.__name__
+    name = real.__name__
+    is_folder = "Folder" in real.__name__ or "Net" in real.__name__
 
     class Drawn(real):  # type: ignore[misc]
         def __init__(self, *args: Any, **keywords: Any) -> None:

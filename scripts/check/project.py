@@ -16,7 +16,8 @@ CODE = {".py", ".yaml", ".yml", ".json", ".toml", ".cfg", ".ini", ".txt"}
 SETTINGS = {".yaml", ".yml", ".json", ".toml"}  # files in which numbers are bounded
 SKIPPED = {"__pycache__", "node_modules"}
 LINKED = {".git"}  # so that `git rev-parse` works, as many scripts call it
-SMALL, ENTRIES = 2**20, 5000  # bytes of the largest file that is copied; entries that are visited
+SMALL = 2**20  # bytes of the largest file that is copied
+ENTRIES = 5000  # entries that are visited
 NO_PROJECTS = (Path.home(), Path("/"), Path("/tmp"))
 MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg")  # names in a project's own folder
 
@@ -109,11 +110,13 @@ def copy(source: Path, target: Path, wanted: list[Path], left_out: Collection[st
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     gone = {(os.path.dirname(path), Path(path).suffix) for path in left_out}
-    left, folders = ENTRIES, [(source, target)]
+    left = ENTRIES
+    folders = [(source, target)]
     for old, new in folders:  # a list that grows meanwhile
         new.mkdir()
         for entry in os.scandir(old):
-            path, left = new / entry.name, left - 1
+            path = new / entry.name
+            left -= 1
             is_environment = os.path.exists(os.path.join(entry.path, "pyvenv.cfg"))
             if entry.name in SKIPPED or is_environment or not os.access(entry.path, os.R_OK):
                 continue

@@ -76,7 +76,8 @@ def run(request: dict[str, Any]) -> NoReturn:
     os.environ["TMPDIR"] = tempfile.tempdir = state.root
     del os.environ["CUDA_VISIBLE_DEVICES"]
     os.chdir(os.path.join(state.root, request["folder"]))
-    path, package = f"{state.root}/{request['script']}", request["package"]
+    path = f"{state.root}/{request['script']}"
+    package = request["package"]
     arguments = [text.replace("{node}", str(state.node)) for text in request["arguments"]]
     sys.argv = [path, *project.bounded_arguments(arguments)]
     sys.path[0] = os.getcwd() if package is not None else os.path.dirname(path)

@@ -28,8 +28,12 @@ class State:
 
     told: Any = None  # the file in which this rank writes down what it sees
     process = 0  # the id of this process: children that it forks are no ranks
-    rank, world, nodes, limit = 0, 2, 1, 120.0
-    each, node = 2, 0  # number of ranks of each host, and the number of this host
+    rank = 0
+    world = 2
+    nodes = 1
+    limit = 120.0
+    each = 2  # number of ranks of each host
+    node = 0  # number of this host
     root = "no script yet"  # the copy of the project, in which the script runs
     place = "no script yet"  # the folder for this run, in which the copy lies
     mode = "torchrun"  # or "all", for the variables of all launchers, or "spawn"

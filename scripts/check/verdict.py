@@ -88,7 +88,8 @@ class Verdict:
 
 def judge(report: Facts) -> Verdict:
     """Return the verdict on what the ranks of a run told."""
-    found, by_kind = [], dict[str, Finding]()
+    found = []
+    by_kind = dict[str, Finding]()
     is_ddp = events_of(report, "group", "device by global rank")
     for compare in COMPARISONS if is_ddp else ():
         for kind, facts in compare(report):
@@ -255,7 +256,8 @@ def divergence(report: Facts) -> Found:
         averaged = [value for value in steps[0]["values"] if value["belongs"] == "averaged"]
         unused = [value["name"] for value in averaged if value["grad"] is None]
         for values in zip(*(step["values"] for step in steps), strict=False):
-            ranks, name = values[0]["ranks"], values[0]["name"]
+            ranks = values[0]["ranks"]
+            name = values[0]["name"]
             pairs = zip(steps, values, strict=True)
             together = [(s, v) for s, v in pairs if s["rank"] in v["ranks"] == ranks]
             kind, line, sums = _cause(together)
@@ -280,10 +282,12 @@ def divergence(report: Facts) -> Found:
 
 def _cause(together: list[tuple[Facts, Facts]]) -> tuple[str, str, list[Any]]:
     """Return why a parameter differs at a step of several ranks, where, and what differs."""
-    steps, values = [step for step, _ in together], [value for _, value in together]
+    steps = [step for step, _ in together]
+    values = [value for _, value in together]
     if len(values) < 2:
         return "", "", []
-    belongs, line = values[0]["belongs"], steps[0]["line"]
+    belongs = values[0]["belongs"]
+    line = steps[0]["line"]
     before, grads, after = ([value[at] for value in values] for at in ("before", "grad", "after"))
     owned = [(step, value) for step, value in together if value["log"] is not None]
     logs = [step["logs"][value["log"]] for step, value in owned]
@@ -326,7 +330,8 @@ def _passes(report: Facts, use: str) -> Iterator[list[Facts]]:
 def shares(report: Facts) -> Found:
     """Find ranks that train on equal samples, on other data, or on other numbers of batches."""
     for items in _passes(report, "training"):
-        first, world = items[0], report["world"]
+        first = items[0]
+        world = report["world"]
         batches = [item["batches"] for item in items]
         if first["number"] and len({item["begun"] for item in items}) > 1:  # not the same epoch
             continue
@@ -367,7 +372,8 @@ def evaluation(report: Facts) -> Found:
     """Find evaluations of which each rank makes a share, and results that are not of the whole."""
     trained = {str(item[of]) for item in _trainings(report) for of in ("content", "key")}
     for items in _passes(report, "evaluation"):
-        first, counts = items[0], [len(item["samples"]) for item in items]
+        first = items[0]
+        counts = [len(item["samples"]) for item in items]
         is_shared = len({str(sorted(item["samples"])) for item in items}) > 1
         combined = _combined(report, first, first["begun"])
         if not all(item["complete"] for item in items):

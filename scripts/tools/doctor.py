@@ -171,7 +171,8 @@ def ranks_by(name: str, ranks: list[Facts]) -> dict[str, list[int]]:
 
 def examine_name(facts: Facts, ranks: list[Facts]) -> Iterator[str]:
     """Yield a warning if a machine's own name does not lead to an address that others can use."""
-    host, leads_to = facts["host"], facts["name_leads_to"]
+    host = facts["host"]
+    leads_to = facts["name_leads_to"]
     others = [other for other in ranks if other["host"] != host]
     if leads_to is None and not others:
         yield (
