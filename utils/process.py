@@ -24,6 +24,7 @@ OF_ONE_MACHINE = {
 }
 SHOWN = 80  # characters of a value that a message quotes
 COMPARED = 32  # only so many samples of a data set, because each may be a file to read
+LOADER_TIMEOUT = 600  # seconds that a loader worker may take for a batch
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -119,6 +120,7 @@ def check_same(args: argparse.Namespace, *datasets: Any) -> None:
             batch_size=None,
             sampler=indices,
             num_workers=workers,
+            timeout=LOADER_TIMEOUT * workers,  # 0, which is no limit, if this process reads
             generator=torch.Generator(),
         )
         facts[f"the length of data set {number}"] = len(dataset)
