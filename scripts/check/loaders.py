@@ -162,7 +162,8 @@ def content(dataset: Any) -> list[int]:
 def sample_mark(dataset: Any, index: int) -> tuple[int, int]:
     """Return what tells a sample from others: a mark of the whole set, and the index in it."""
     while isinstance(dataset, data.Subset):
-        dataset, index = dataset.dataset, int(dataset.indices[index])
+        index = int(dataset.indices[index])
+        dataset = dataset.dataset
     return digest(content(dataset)), index
 
 
