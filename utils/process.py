@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from utils.errors import UsageError
 
@@ -74,28 +74,18 @@ def setup_device(args: argparse.Namespace, local_rank: int = 0) -> torch.device:
     return devices[local_rank]
 
 
-class Labels(Dataset):
-    """The parts of samples that ranks can compare: whole numbers, such as labels."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __getitem__(self, index: int) -> list[Any]:
-        sample = self.dataset[index]
-        if isinstance(sample, Mapping):
-            return [[name, _whole_numbers(part)] for name, part in sample.items()]
-        if isinstance(sample, (list, tuple)):
-            return [_whole_numbers(part) for part in sample]
-        return []
-
-
-def _whole_numbers(value: Any) -> list[int]:
-    """Return a label or a row of labels as a list, and [] for anything else, such as an image."""
-    try:
-        tensor = torch.as_tensor(value)
-    except (RuntimeError, TypeError, ValueError):
-        return []
-    return [] if tensor.is_floating_point() or tensor.ndim > 1 else tensor.flatten()[:10].tolist()
+def whole_numbers(sample: Any) -> list[list[int]]:
+    """Return the whole numbers in the parts of a sample, such as its label: [] for an image."""
+    parts = list(sample.values()) if isinstance(sample, Mapping) else sample
+    found: list[list[int]] = []
+    for part in parts if isinstance(parts, (list, tuple)) else ():
+        try:
+            tensor = torch.as_tensor(part)
+        except (RuntimeError, TypeError, ValueError):
+            continue  # a text, for example
+        is_label = tensor.ndim < 2 and not tensor.is_floating_point()
+        found.append(tensor.flatten()[:10].tolist() if is_label else [])
+    return found
 
 
 def check_same(args: argparse.Namespace, *datasets: Any) -> None:
@@ -116,10 +106,11 @@ def check_same(args: argparse.Namespace, *datasets: Any) -> None:
         # file with the first sample would open it in this process, and all workers would share it.
         workers = min(args.num_workers, 1)
         loader = DataLoader(
-            Labels(dataset),
+            dataset,
             batch_size=None,
             sampler=indices,
             num_workers=workers,
+            collate_fn=whole_numbers,
             timeout=LOADER_TIMEOUT * workers,  # 0, which is no limit, if this process reads
             generator=torch.Generator(),
         )
