@@ -4,6 +4,8 @@ PYTHON ?= $(firstword $(wildcard .venv/bin/python) python3)
 # Three test processes for two cores, since many tests wait for a while. A process that has finished
 # takes tests from the others, so that no file of long tests runs on alone at the end.
 WORKERS ?= 3
+# shellcheck is installed beside Python.
+export PATH := $(PATH):$(CURDIR)/.venv/bin
 PYTEST = $(PYTHON) -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 .PHONY: check gpu-tests
