@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.data import ConcatDataset, Dataset, Subset, random_split
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, random_split
 from torchvision.datasets import MNIST
 
 import data
@@ -98,6 +98,13 @@ def test_each_kind_of_data_set_gives_the_batches_that_the_sampler_asks_for(worke
     assert torch.equal(batch[0], test_set.tensors[0]), "the order is that of the set"
     [(images, labels)] = data.make_loader(Pairs(), 10, num_workers=workers)
     assert images[:, 0].tolist() == labels.tolist() == [*range(10)], "by its own collate_fn"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_rank_without_a_test_image_evaluates_none(workers):
+    """With fewer test images than ranks, and every image is counted once."""
+    one = TensorDataset(torch.zeros(1, 28, 28), torch.zeros(1))
+    assert list(data.make_loader(one, 4, range(1, 1, 2), num_workers=workers)) == []
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated"])
