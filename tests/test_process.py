@@ -127,6 +127,7 @@ def test_each_rank_has_a_gpu_of_its_own(offer):
     [
         (["--threads", "3"], "5", "1", 3),  # the flag before the variable
         ([], "5", "1", 5),  # a number of the user's own is kept
+        ([], "1", "1", 5),  # and so is a 1 of the user's, which torchrun sets for several processes
         ([], "1", "4", 2),  # torchrun's 1 is replaced by a fair share of 8 cores
         ([], "1", "99", 1),
     ],

@@ -58,11 +58,13 @@ def setup_device(args: argparse.Namespace, local_rank: int = 0) -> torch.device:
     Raises:
         UsageError: there is no such device.
     """
-    # torchrun sets OMP_NUM_THREADS=1 if it is not set. Any other number was chosen by the user.
-    if args.threads or os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        cores = len(os.sched_getaffinity(0))
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        torch.set_num_threads(args.threads or max(1, cores // processes))
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    elif processes > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        # For several processes, torchrun sets OMP_NUM_THREADS=1 if it is not set. Any other number
+        # was chosen by the user.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
         torch.use_deterministic_algorithms(True)
@@ -112,7 +114,7 @@ def check_same(args: argparse.Namespace, *datasets: Any) -> None:
             num_workers=workers,
             collate_fn=whole_numbers,
             timeout=LOADER_TIMEOUT * workers,  # 0, which is no limit, if this process reads
-            generator=torch.Generator(),
+            generator=torch.Generator(),  # or it would draw from the generator of the weights
         )
         facts[f"the length of data set {number}"] = len(dataset)
         facts[f"the labels of data set {number}"] = list(loader)
