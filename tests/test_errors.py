@@ -39,8 +39,15 @@ def test_an_error_of_the_user_is_one_line_with_its_exit_status(report):
     line = "train_ddp.py: error: lower --lr\n"
     assert report(fail(UserError("lower --lr"))) == (1, line)
     assert report(fail(UsageError("lower --lr"))) == (2, line)
-    status, line = report(Path("/nowhere/x").read_text)
-    assert (status, line) == (1, "train_ddp.py: error: /nowhere/x: No such file or directory\n")
+
+
+def test_a_missing_file_is_named_with_the_line_that_opens_it(report):
+    def load():
+        return Path("/nowhere/x").read_text()
+
+    place = f"({__file__}, line {load.__code__.co_firstlineno + 1})"
+    line = f"train_ddp.py: error: /nowhere/x: No such file or directory {place}\n"
+    assert report(load) == (1, line)
 
 
 def test_the_other_ranks_of_a_machine_are_ended_before_they_say_the_same(capfd, monkeypatch):
@@ -76,8 +83,10 @@ PRINTED = {
 def test_a_line_of_pytorch_is_quoted_with_advice(part, report, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     error = RuntimeError(f"first\n{PRINTED[part]}. This error happened before\nlast")
-    line = f"train_ddp.py: error: rank 3: {PRINTED[part]}: {ADVICE[part]}\n"
-    assert report(fail(error)) == (1, line)
+    train = fail(error)
+    place = f"({__file__}, line {train.__code__.co_firstlineno + 1})"
+    line = f"train_ddp.py: error: rank 3: {PRINTED[part]}: {ADVICE[part]} {place}\n"
+    assert report(train) == (1, line)
 
 
 class Broken:
