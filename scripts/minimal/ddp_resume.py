@@ -9,9 +9,9 @@ checkpoint.pt. Each run needs a folder of its own.
 
 After SIGTERM or Ctrl-C, all processes finish the same step, rank 0 saves, and all end with status
 0. torchrun itself then prints a traceback, and ends with status 1. It waits 30 seconds for the
-processes (--shutdown-timeout), so a step, an epoch's test and a save may take no longer. A run that
-is killed loses at most 100 steps. To let torchrun start it again after an error
-(pytorch/pytorch#135712):
+processes (newer releases have --shutdown-timeout), so a step, an epoch's test and a save may take
+no longer. A run that is killed loses at most 100 steps. To let torchrun start it again after an
+error (pytorch/pytorch#135712):
 
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --max-restarts 3 ... ddp_resume.py
 
