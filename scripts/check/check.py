@@ -36,6 +36,7 @@ RANK = Path(__file__).resolve().with_name("rank.py")
 MOST_RANKS = 8
 GRACE = 10  # seconds in which the other ranks may end after one that failed
 IDLE = 15
+UNUSED = "Expected to have finished reduction"  # DDP's error for parameters without gradients
 BUSY = 50  # ranks wait for ever if they work for less than 0.5 s in 15 s
 SAMPLES = 16  # of each rank in an epoch
 # Variables of launchers, which a script must not find here, and those that ask for another one.
@@ -61,40 +62,47 @@ def check(script: Path, package: str | None, args: argparse.Namespace) -> verdic
     inner = folder.relative_to(home) if folder.is_relative_to(home) else folder
     fixed = {"nodes": args.nodes, "limit": args.limit, "arguments": args.arguments}
     fixed |= {"script": str(script.relative_to(home)), "folder": str(inner), "package": package}
+    fixed["home"] = str(home)
     text = "".join(map(project.text_of, sorted(script.parent.glob("*.py"))[:20]))
     report: dict[str, Any] = {}
+    earlier: list[Any] = []  # a run that found parameters without gradients, and had to end
     tried: list[Any] = []
-    wanted: tuple[int, str, tuple[str, ...], bool] = (args.ranks, "torchrun", (), True)
-    while wanted not in tried and 2 <= wanted[0] <= MOST_RANKS and wanted[0] % args.nodes == 0:
+    wanted: dict[str, Any] = {"world": args.ranks, "mode": "torchrun", "left_out": ()}
+    wanted |= {"is_small": True, "finds_unused": False}
+    allowed = range(args.nodes, MOST_RANKS + 1, args.nodes)
+    while wanted not in tried and wanted["world"] in allowed and wanted["world"] > 1:
         tried.append(wanted)
-        world, mode, left_out, is_small = wanted
+        is_small = wanted["is_small"]
+        left_out = wanted["left_out"]
         with tempfile.TemporaryDirectory(prefix="check-", ignore_cleanup_errors=True) as place:
             place = os.path.realpath(place)
             root = Path(place, *home.parts[1:][-3:-1], home.name or "code")
-            project.bound(world, is_small)
+            project.bound(wanted["world"], is_small)
             project.copy(home, root, [script, folder], left_out)
-            request = fixed | {"world": world, "mode": mode, "root": str(root)}
-            request |= {
-                "place": place,
-                "is_small": is_small,
-                "samples": SAMPLES if is_small else 4 * SAMPLES,
-            }
-            told = request | run(request) | {"left_out": left_out, "strict": args.strict}
+            request = fixed | wanted | {"root": str(root), "place": place}
+            request["samples"] = SAMPLES if is_small else 4 * SAMPLES
+            told = request | run(request) | {"strict": args.strict, "earlier": earlier}
         kinds = {event["kind"] for event in told["events"]}
         hows = {end["how"] for end in told["ends"].values()}
         has_changes = any(end.get("changed") for end in told["ends"].values())
         if (left_out and "step" not in kinds) or (not is_small and "time" in hows):
             break  # neither the files that were left out nor the numbers are the reason
         report = told | {"failed": "" if is_small else verdict.failed(report)}
-        if OTHERS.search(text) and mode == "torchrun" and ("group" not in kinds or "error" in hows):
-            wanted = (world, "all", (), True)
-        elif hows & {"error", "waited"} and ("group" in kinds or has_changes):
-            wanted = (world, mode, left_out, False)
+        has_failed = hows & {"error", "waited"}
+        is_elsewhere = OTHERS.search(text) and wanted["mode"] == "torchrun"
+        if is_elsewhere and ("group" not in kinds or "error" in hows):
+            wanted = wanted | {"mode": "all"}
+        elif any(UNUSED in end.get("message", "") for end in told["ends"].values()):
+            earlier = [told]
+            wanted = wanted | {"finds_unused": True}
+        elif has_failed and ("group" in kinds or has_changes):
+            wanted = wanted | {"is_small": False}
         for end in report["ends"].values():
-            wanted = (*end["wants"], (), True) if "wants" in end else wanted
+            if "wants" in end:
+                wanted = wanted | {"is_small": True} | end["wants"]
         older = {event.get("path", "") for event in told["events"] if event.get("older")}
         if older and "step" not in kinds:  # a run that has finished here has nothing left to do
-            wanted = (world, mode, tuple(sorted(older)), True)
+            wanted = wanted | {"left_out": tuple(sorted(older))}
     return verdict.judge(report | {"seconds": time.monotonic() - began})
 
 

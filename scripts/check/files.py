@@ -81,15 +81,23 @@ def _is_handler(frame: Any) -> bool:
 @replaces(builtins, io, name="open")
 def open_file(real: Any, file: Any, mode: str = "r", *args: Any, **keywords: Any) -> Any:
     path = place_of(file, "w" if set(mode) & set("wax+") else "r")
+    opened = real(path, mode, *args, **keywords)
     if mode[0] in "wxa" and path is not None and isinstance(file, str | os.PathLike):
         name = name_of(file)
         # The handlers of the ranks may have levels at which only one of them writes.
         is_own = name.endswith("lock") or (mode[0] == "a" and _is_handler(sys._getframe(2)))
         is_own |= any(part.startswith((".", "__py")) for part in name.split("/"))
         if next(record.frames(), "") and not unwatched.depth and not is_own and name[0] != "/":
-            kind = "every rank logs" if mode[0] == "a" else "every rank saves"
-            record.tell(kind, level="WARN", same=name, path=name, name=name)
-    return real(path, mode, *args, **keywords)
+            if mode[0] == "a":  # it may stay as it is
+                opened.write = functools.partial(_append, opened.write, name)
+            else:
+                record.tell("every rank saves", level="WARN", same=name, path=name)
+    return opened
+
+
+def _append(real: Any, name: str, text: Any) -> int:
+    record.tell("every rank logs", same=name, name=name)
+    return real(text)
 
 
 @replaces(torch)

@@ -3,11 +3,14 @@
 Every tensor stays on the CPU. The check notes on which GPU the script wants it.
 """
 
+import collections
 import contextlib
 import importlib.machinery as machinery
 import inspect
 import os
 import sys
+import threading
+import types
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,6 +73,17 @@ def set_device(device: Any) -> Stub:
     return Stub()
 
 
+def computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the result of a function, in float32 where only GPUs have it for a type."""
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:
+        if "not implemented for" not in str(error):
+            raise
+        floats = [item.float() if isinstance(item, Tensor) else item for item in args]
+        return func(*floats, **kwargs).to(args[0].dtype)
+
+
 class Devices(TorchFunctionMode):
     """Replaces each device in the arguments of a call by the CPU."""
 
@@ -80,16 +94,24 @@ class Devices(TorchFunctionMode):
         if func in (Tensor.cuda, Tensor.pin_memory, Tensor.record_stream):
             use(device)
             return args[0]
+        if func is Tensor.get_device:
+            return _current
         if index_of(device) is not None:
             use(device)
             args = (args[0], "cpu", *args[2:]) if is_first else args
             kwargs |= {} if is_first else {"device": "cpu"}
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
-        result = func(*args, **kwargs)
+        result = computed(func, args, kwargs)
         for observe in record.observers:
             result = observe(func, args or tuple(kwargs.values()), result)
         return result
+
+
+@replaces(threading.Thread)
+def _bootstrap_inner(real: Any, self: Any) -> None:
+    with Devices():  # each thread has modes of its own
+        real(self)
 
 
 @replaces(torch.autograd)
@@ -196,6 +218,16 @@ torch.Generator = Generator  # type: ignore[misc]
 torch.set_default_device = torch.set_default_tensor_type = Stub()
 Devices().__enter__()
 
+# Names that newer versions of Python, NumPy and PyTorch have removed.
+for _name in ("Iterable", "Iterator", "Mapping", "MutableMapping", "Sequence", "Callable"):
+    setattr(collections, _name, getattr(collections.abc, _name))
+for _kind in (bool, int, float, complex, object):
+    vars(np).setdefault(_kind.__name__, _kind)
+sys.modules["torch._six"] = types.ModuleType("torch._six")
+vars(sys.modules["torch._six"]).update(
+    inf=float("inf"), string_classes=(str, bytes), int_classes=int, container_abcs=collections.abc
+)
+
 WRITING = (
     "add_scalar add_scalars add_image add_images add_histogram add_figure add_text flush close"
 )
@@ -271,6 +303,9 @@ SETS: dict[str, Any] = {  # torchvision's: an image's shape, classes, training a
     "FashionMNIST": ((28, 28), 10, 60000, 10000),
     "CIFAR10": ((32, 32, 3), 10, 50000, 10000),
     "CIFAR100": ((32, 32, 3), 100, 50000, 10000),
+    "KMNIST": ((28, 28), 10, 60000, 10000),
+    "SVHN": ((32, 32, 3), 10, 73257, 26032),
+    "STL10": ((96, 96, 3), 10, 5000, 8000),
     "ImageNet": ((256, 256, 3), 1000, 1281167, 50000),
     "ImageFolder": ((256, 256, 3), 2, 2048, 512),
 }

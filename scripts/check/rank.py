@@ -1,6 +1,7 @@
 """Run a script as one rank, with stand-ins for what is not here."""
 
 import argparse
+import ast
 import faulthandler
 import importlib.machinery as machinery
 import importlib.util
@@ -81,6 +82,10 @@ def run(request: dict[str, Any]) -> NoReturn:
     arguments = [text.replace("{node}", str(state.node)) for text in request["arguments"]]
     sys.argv = [path, *project.bounded_arguments(arguments)]
     sys.path[0] = os.getcwd() if package is not None else os.path.dirname(path)
+    for at, folder in enumerate(sys.path):  # of PYTHONPATH, or of a project installed in place
+        twin = os.path.join(state.root, os.path.relpath(folder, request["home"]))
+        if Path(folder).is_relative_to(request["home"]) and os.path.isdir(twin):
+            sys.path[at] = twin
     for module in (project, record, files, pretend, loaders, training):
         del sys.modules[module.__name__]  # the script may have modules of these names
     main = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -142,6 +147,8 @@ def compiled(data: Any, path: str) -> types.CodeType:
         record.leave("not judged", message=f"it uses {found[1]}, which is not judged")
     for found in MAKES.finditer(text):
         files.looks.add(record.place(path, text.count("\n", 0, found.start()) + 1))
+    if "load_state_dict" in text and Path(path) == Path(sys.argv[0]):
+        _tell_loads(text, path)
     for name, number in PATIENCE.findall(text):
         _tell_patience(name, number)
     for pattern, kind in ((LEAVES_OUT, "left out"), (STOPS, "decides"), (BEST, "decides")):
@@ -150,6 +157,15 @@ def compiled(data: Any, path: str) -> types.CodeType:
             what = f"a bad batch that one rank leaves out, as at {line}: the others wait for it"
             record.tell(kind, line=line, what=what)
     return compile(project.bounded_code(text), path, "exec", dont_inherit=True)
+
+
+def _tell_loads(text: str, path: str) -> None:
+    """Tell the calls of torch.load that do not say where the tensors go."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+            given = {keyword.arg for keyword in node.keywords}
+            if len(node.args) < 2 and not given & {"map_location", None}:
+                record.tell("loads onto one GPU", line=record.place(path, node.lineno))
 
 
 def _tell_patience(name: str, value: Any) -> None:

@@ -39,6 +39,7 @@ class State:
     mode = "torchrun"  # or "all", for the variables of all launchers, or "spawn"
     samples = 16  # of each rank in an epoch
     is_small = True  # whether numbers are made smaller
+    finds_unused = False  # whether wrappers look for parameters that a forward did not use
     is_parent = False  # true in mode "spawn", until the script has started the ranks
     clock = 0  # number of collectives of all ranks that the script has called
     locked_at = -1  # the clock at which the script took a file lock last
@@ -138,7 +139,7 @@ def leave(how: str, **facts: Any) -> NoReturn:
 def again(ranks: int, mode: str) -> NoReturn:
     """Leave, because the script wants another number of processes, or starts them itself."""
     started = f"it starts {ranks} processes: give it arguments with which it starts {state.world}"
-    leave("again", wants=(ranks, mode), message=f"{started}, or give --ranks")
+    leave("again", wants={"world": ranks, "mode": mode}, message=f"{started}, or give --ranks")
 
 
 def refuse(what: str, owner: Any, name: str) -> None:

@@ -1,6 +1,8 @@
 """Watch the training: collectives, what goes through and past the wrapper, and each step."""
 
 import contextlib
+import itertools
+import linecache
 import os
 import re
 from collections import Counter
@@ -35,6 +37,7 @@ SENT = ("obj", "tensor", "input_tensor", "input", "input_list")  # arguments tha
 PLANNED = ("T_max", "total_steps", "total_iters")  # attributes of schedules
 MOST_VALUES = 64  # of a result of an evaluation
 PART = 2**16  # values that are added up at a time, so that this takes little memory
+NEAR = 20  # operations that may follow the division of a loss
 SHOWN = 40  # steps of an optimizer that are compared
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 DIVISIONS = ("div", "div_", "__truediv__", "__itruediv__")
@@ -54,6 +57,8 @@ _forwards = record.Nested()
 _backwards = record.Nested()  # checkpointing computes a part of the forward again in them
 _began: dict[str, int] = {}  # torch's random state when this step got its batch
 _stepping: list[Any] = []  # the parameters of each optimizer whose step has begun
+_divisions: list[tuple[Any, str]] = []  # divisions of losses by the number of ranks, with lines
+_scaled: set[Any] = set()  # scalers that have scaled a loss, and not yet divided its gradients
 _turns: Counter[Any] = Counter()  # number of steps of each optimizer
 
 
@@ -132,6 +137,15 @@ class Number(float):
         return float, (float(self),)  # a checkpoint may hold it
 
 
+def _by_ranks(divisor: Any) -> bool:
+    """Whether a divisor is the number of ranks. Others may be equal to it."""
+    frame = next(record.calls(), None)
+    if not frame or _numbers(divisor) != [state.world]:
+        return False
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    return bool(re.search("world|gpus|nprocs|ranks", line))
+
+
 def _observe(func: Any, args: Any, result: Any) -> Any:
     """Note a change of a wrapped parameter, and what becomes of a combined tensor."""
     name, first = getattr(func, "__name__", ""), args[0] if args else None
@@ -146,6 +160,8 @@ def _observe(func: Any, args: Any, result: Any) -> Any:
         elif name == "item" and isinstance(result, float):
             result = Number(result)
             result.clock = clock
+    if name in DIVISIONS and not first.dim() and first.requires_grad and _by_ranks(args[1]):
+        _divisions.append((result.grad_fn, next(record.frames(), "")))
     sets = name[-1:] == "_" != name[-2:-1] or name in WRITES or func == SET_DATA
     if sets and not _stepping and name != "requires_grad_":
         with contextlib.suppress(RuntimeError):  # not every tensor has an address
@@ -190,6 +206,8 @@ DDP._passing_sync_batchnorm_handle = lambda self, module: None  # type: ignore[m
 def wrap(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
     passed = record.by_name(real, self, *args, **keywords)
     model = passed["module"]
+    if state.finds_unused:
+        passed["find_unused_parameters"] = True
     ids = [vars(part)["_pretended"] for part in model.modules() if "_pretended" in vars(part)]
     ids += passed.pop("device_ids", None) or []
     passed.pop("output_device", None)
@@ -267,10 +285,45 @@ def load_state_dict(real: Any, self: Any, values: Any, *args: Any, **keywords: A
     return real(self, values, *args, **keywords)
 
 
+def _tell_divisions(nodes: list[Any]) -> None:
+    """Tell which division by the number of ranks is one of the last steps of a loss."""
+    for node in itertools.islice(nodes, NEAR):  # a list that grows meanwhile
+        nodes += [other for other, _ in getattr(node, "next_functions", ())]
+    for division, line in _divisions if wrappers else ():
+        if any(division is node for node in nodes):
+            record.tell("loss divided by the ranks", line=line, world=state.world)
+    _divisions.clear()
+
+
+@replaces(torch.amp.GradScaler)
+def scale(real: Any, self: Any, outputs: Any) -> Any:
+    if self.is_enabled():
+        _scaled.add(self)
+    return real(self, outputs)
+
+
+def _divides(real: Any, self: Any, *args: Any, **keywords: Any) -> Any:
+    _scaled.discard(self)
+    return real(self, *args, **keywords)
+
+
+replaces(torch.amp.GradScaler, name="unscale_")(_divides)
+replaces(torch.amp.GradScaler, name="step")(_divides)
+
+
+@replaces(nn.utils, nn.utils.clip_grad)
+def clip_grad_norm_(real: Any, *args: Any, **keywords: Any) -> Any:
+    if _scaled:
+        record.tell("clips scaled gradients")
+    return real(*args, **keywords)
+
+
 @replaces(torch.autograd)
 def backward(real: Any, *args: Any, **keywords: Any) -> Any:
     if not _backwards.depth:  # not in the backward that checkpointing makes within another
         loaders.backward_begins()
+        roots = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+        _tell_divisions([root.grad_fn for root in roots])
         for item in wrappers:
             item.note("B" if item.ddp.require_backward_grad_sync else "b")
     with _backwards:

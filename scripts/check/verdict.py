@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ def judge(report: Facts) -> Verdict:
     by_kind = dict[str, Finding]()
     is_ddp = events_of(report, "group", "device by global rank")
     for compare in COMPARISONS if is_ddp else ():
-        for kind, facts in compare(report):
+        for kind, facts in (*compare(report), *chain(*map(compare, report["earlier"]))):
             row = TABLE[kind]
             level, what = facts.get("level", row.level), row.what.format_map(facts)
             found.append(replace(row, level=level, what=what, line=facts["line"]))
@@ -375,7 +375,7 @@ def evaluation(report: Facts) -> Found:
         first = items[0]
         counts = [len(item["samples"]) for item in items]
         is_shared = len({str(sorted(item["samples"])) for item in items}) > 1
-        combined = _combined(report, first, first["begun"])
+        combined = _combined(report, first)
         if not all(item["complete"] for item in items):
             continue
         if not trained & {str(first["content"]), first["key"]}:
@@ -426,8 +426,8 @@ def _other_models(items: list[Facts]) -> Found:
                 break
 
 
-def _combined(report: Facts, item: Facts, since: int) -> list[Facts] | None:
-    """Return what combined an evaluation's results, after the given number of collectives.
+def _combined(report: Facts, item: Facts, is_over: bool = False) -> list[Facts] | None:
+    """Return what combined an evaluation's results: in its pass, or only when that is over.
 
     None if the run failed before the training went on.
     """
@@ -436,13 +436,15 @@ def _combined(report: Facts, item: Facts, since: int) -> list[Facts] | None:
     until = min((e["clock"] for e in rest if e["kind"] == "step"), default=math.inf)
     if until == math.inf and not {end["how"] for end in report["ends"].values()} <= WHOLE:
         return None
-    return [e for e in events if e["kind"] == "combined" and since < e["clock"] <= until]
+    those = rest if is_over else events
+    begun = item["begun"]
+    return [e for e in those if e["kind"] == "combined" and begun < e["clock"] <= until]
 
 
 def _is_mean_of_means(report: Facts, items: list[Facts], counts: list[int]) -> bool:
     """Whether ranks average their own results, and do not combine the counts."""
     # Only what was combined after the pass: in it, batches may have been combined.
-    ends = [_combined(report, item, item["clock"] - 1) or [] for item in items]
+    ends = [_combined(report, item, is_over=True) or [] for item in items]
     values = [[value for event in end for value in event["values"]] for end in ends]
     if all(count in own for count, own in zip(counts, values, strict=True)):
         return False

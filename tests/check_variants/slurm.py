@@ -14,7 +14,7 @@ dist.init_process_group(
 )
 raw_model, done = network().cuda(), 0
 if os.path.exists("runs/last.pt"):
-    kept = torch.load("runs/last.pt")
+    kept = torch.load("runs/last.pt", map_location="cpu")
     raw_model.load_state_dict(kept["model"])
     done = kept["epochs done"]
 model = DistributedDataParallel(raw_model)

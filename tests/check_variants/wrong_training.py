@@ -63,8 +63,9 @@ optimizer.step()  # finds: added or unfrozen after wrapping
 model = wrapped(network())
 optimizer = sgd(model)
 if rank == 0:
-    torch.save(network().state_dict(), "last.pt")
-    model.module.load_state_dict(torch.load("last.pt"))  # finds: loaded or changed after wrapping
+    torch.save(network().cuda().state_dict(), "last.pt")
+    kept = torch.load("last.pt")  # finds: loads onto one GPU
+    model.module.load_state_dict(kept)  # finds: loaded or changed after wrapping
 loss_of(model, rank).backward()
 optimizer.step()
 
@@ -95,6 +96,17 @@ others = [torch.zeros_like(outputs) for _ in range(world_size)]
 dist.all_gather(others, outputs)  # finds: gathered without gradients
 (outputs @ torch.cat(others).T).square().mean().backward()
 optimizer.step()
+
+model = wrapped(network())
+optimizer = sgd(model)
+loss = loss_of(model, rank) / world_size  # finds: loss divided by the ranks
+scaler = torch.amp.GradScaler("cuda")
+scaler.scale(loss).backward()
+nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # finds: clips scaled gradients
+scaler.step(optimizer)
+shown = loss.clone()
+dist.all_reduce(shown)
+shown /= world_size
 
 # The last one: after it the collectives of the ranks no longer match.
 model = wrapped(network())
