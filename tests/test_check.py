@@ -62,6 +62,7 @@ def is_right(found):
         pytest.param("wrong_evaluation.py", 1, marks=pytest.mark.slow),
         pytest.param("two_models.py", 1, marks=pytest.mark.slow),
         pytest.param("streams.py", 1, marks=pytest.mark.slow),
+        pytest.param("seeded.py", 1, marks=pytest.mark.slow),
         pytest.param("hangs.py", 1, marks=pytest.mark.slow),
         pytest.param("stops_alone.py", 1, marks=pytest.mark.slow),
         pytest.param("by_hand.py", 1, marks=pytest.mark.slow),
@@ -192,10 +193,10 @@ def test_what_is_not_judged_says_so_and_nothing_else(tmp_path):
 
 @pytest.mark.slow
 def test_rank_0_alone_in_the_wrapper_is_wrong_only_if_it_was_seen(tmp_path):
-    found = checked(tmp_path, "alone.py", "2000", options=["--strict"])
-    assert [item["level"] for item in found["findings"]] == ["NOTE"], found
-    assert "a bad batch that one rank leaves out, as at alone.py:22" in str(found["not_seen"])
+    found = checked(tmp_path, "alone.py", "2000")
+    assert {item["level"] for item in found["findings"]} == {"WARN", "NOTE"}, found
     assert found["status"] == 0
+    assert checked(tmp_path, "alone.py", "2000", options=["--strict"])["status"] == 1
     found = checked(tmp_path, "alone.py", "1")
     assert "other collectives" in [item["kind"] for item in found["findings"]], found
 

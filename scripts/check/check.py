@@ -25,6 +25,7 @@ import sys
 import tempfile
 import termios
 import time
+from collections import deque
 from pathlib import Path
 from subprocess import STDOUT, Popen
 from typing import Any
@@ -35,9 +36,9 @@ import verdict
 RANK = Path(__file__).resolve().with_name("rank.py")
 MOST_RANKS = 8
 GRACE = 10  # seconds in which the other ranks may end after one that failed
-IDLE = 15
+IDLE = 15  # seconds in which ranks that wait in vain hardly work
+BUSY = 6  # looks, of ten a second, at which they still may work then
 UNUSED = "Expected to have finished reduction"  # DDP's error for parameters without gradients
-BUSY = 50  # ranks wait for ever if they work for less than 0.5 s in 15 s
 SAMPLES = 16  # of each rank in an epoch
 # Variables of launchers, which a script must not find here, and those that ask for another one.
 LAUNCHERS = re.compile(
@@ -156,30 +157,27 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
 
 def _wait(processes: list[Popen[bytes]], until: float) -> bool:
     """Wait for the ranks. If all are idle, they wait in vain: abort them, and return True."""
-    are_idle = False
-    spent = 0
-    since = time.monotonic()
-    most = [0] * len(processes)
+    looks: deque[bool] = deque([True], maxlen=10 * IDLE)  # whether any rank worked
+    is_idle = False
     while any(process.poll() is None for process in processes) and time.monotonic() < until:
         time.sleep(0.1)
         # A rank that fails, or that asks for another start, leaves with 1. The others may wait.
         if any(process.poll() for process in processes):
             until = min(until, time.monotonic() + GRACE)
-        most = list(map(max, most, map(_ticks, processes)))  # one that has ended spends nothing
-        if sum(most) > spent + BUSY:
-            spent, since = sum(most), time.monotonic()
-        elif time.monotonic() > since + IDLE:
-            are_idle = True
+        looks.append(any(map(_works, processes)))
+        if len(looks) == looks.maxlen and sum(looks) < BUSY:
+            is_idle = True
             for process in processes:
                 if process.poll() is None:
                     os.kill(process.pid, signal.SIGABRT)
-    return are_idle
+    return is_idle
 
 
-def _ticks(process: Popen[bytes]) -> int:
-    """Return the CPU time that a process and its children have spent, in hundredths of a second."""
-    fields = project.text_of(Path(f"/proc/{process.pid}/stat")).rpartition(")")[2].split()
-    return sum(map(int, fields[11:15]))
+def _works(process: Popen[bytes]) -> bool:
+    """Whether a process computes, reads from a disk, or would do so if the machine were free."""
+    children = project.text_of(Path(f"/proc/{process.pid}/task/{process.pid}/children")).split()
+    states = [project.text_of(Path(f"/proc/{pid}/stat")) for pid in (process.pid, *children)]
+    return any(state.rpartition(")")[2][1:2] in ("R", "D") for state in states)
 
 
 def _aborted(root: Path, rank: int) -> tuple[str, bool]:

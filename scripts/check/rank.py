@@ -30,8 +30,7 @@ from record import replaces, state
 FOREIGN = "pytorch_lightning|lightning|accelerate|deepspeed|horovod|colossalai|ray"
 PATIENCE = re.compile(r"""(?<!-)\b(\w*patience)["']?\s*(?::\s*int\s*)?[=:]\s*(\d+)\b""", re.I)
 # What a rank may leave out on its own, and what it may decide on its own.
-BAD = r"(?:if\b.*(?:isfinite|isnan|isinf)|except .*(?:Runtime|Memory)Error)"
-LEAVES_OUT = re.compile(rf"^ *{BAD}.*:(?:.*\n){{1,4}}? *continue", re.M)
+LEAVES_OUT = re.compile(r"^ *if\b.*(?:isfinite|isnan|isinf).*loss.*:(?:.*\n){1,4}? *continue", re.M)
 STOPS = re.compile(r"^ *(?:el)?if\b.*(?:patience|early_?stop).*:", re.M | re.I)
 MAKES = re.compile(r"^ *if not .*(?:exists|isdir)\(.*\n?.*(?:makedirs|mkdir)\((?!.*exist_ok)", re.M)
 BEST = re.compile(r"^ *(?:el)?if\b.*best.*:", re.M | re.I)
@@ -88,6 +87,8 @@ def run(request: dict[str, Any]) -> NoReturn:
             sys.path[at] = twin
     for module in (project, record, files, pretend, loaders, training):
         del sys.modules[module.__name__]  # the script may have modules of these names
+    if guard := re.search("^if __name__", text := project.text_of(Path(path)), re.M):
+        state.guard = text.count("\n", 0, guard.start()) + 1
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__file__, main.__package__ = path, package
     if state.is_parent:  # each rank plays the parent of all, so all have to draw alike in it
@@ -151,11 +152,11 @@ def compiled(data: Any, path: str) -> types.CodeType:
         _tell_loads(text, path)
     for name, number in PATIENCE.findall(text):
         _tell_patience(name, number)
-    for pattern, kind in ((LEAVES_OUT, "left out"), (STOPS, "decides"), (BEST, "decides")):
+    kinds = {LEAVES_OUT: "leaves a batch out", STOPS: "decides", BEST: "decides"}
+    for pattern, kind in kinds.items():
         for found in pattern.finditer(text):
             line = record.place(path, text.count("\n", 0, found.start()) + 1)
-            what = f"a bad batch that one rank leaves out, as at {line}: the others wait for it"
-            record.tell(kind, line=line, what=what)
+            record.tell(kind, line=line)
     return compile(project.bounded_code(text), path, "exec", dont_inherit=True)
 
 

@@ -40,6 +40,7 @@ class State:
     samples = 16  # of each rank in an epoch
     is_small = True  # whether numbers are made smaller
     finds_unused = False  # whether wrappers look for parameters that a forward did not use
+    guard = 0  # the line of the script at which it asks whether it is the main module
     is_parent = False  # true in mode "spawn", until the script has started the ranks
     clock = 0  # number of collectives of all ranks that the script has called
     locked_at = -1  # the clock at which the script took a file lock last
@@ -105,7 +106,9 @@ def calls() -> Iterator[Any]:
 
 
 def is_import(frame: Any) -> bool:
-    return frame.f_code.co_name == "<module>" and frame.f_globals["__name__"] != "__main__"
+    """Whether a spawned process runs this, too: a module's lines, and those before main's guard."""
+    is_guarded = frame.f_globals["__name__"] == "__main__" and frame.f_lineno >= state.guard
+    return frame.f_code.co_name == "<module>" and not is_guarded
 
 
 def frames() -> Iterator[str]:

@@ -436,9 +436,8 @@ def _combined(report: Facts, item: Facts, is_over: bool = False) -> list[Facts] 
     until = min((e["clock"] for e in rest if e["kind"] == "step"), default=math.inf)
     if until == math.inf and not {end["how"] for end in report["ends"].values()} <= WHOLE:
         return None
-    those = rest if is_over else events
-    begun = item["begun"]
-    return [e for e in those if e["kind"] == "combined" and begun < e["clock"] <= until]
+    those = [e for e in (rest if is_over else events) if e["kind"] == "combined"]
+    return [e for e in those if e["evaluates"] and item["begun"] < e["clock"] <= until]
 
 
 def _is_mean_of_means(report: Facts, items: list[Facts], counts: list[int]) -> bool:

@@ -19,7 +19,7 @@ for step in range(12):
             loss_of(model, rank, step)
         model.train()
     loss = loss_of(model, rank, step)
-    if not torch.isfinite(loss):
+    if not torch.isfinite(loss):  # finds: leaves a batch out
         continue
     optimizer.zero_grad()
     loss.backward()
