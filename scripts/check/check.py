@@ -68,26 +68,25 @@ def check(script: Path, package: str | None, args: argparse.Namespace) -> verdic
     report: dict[str, Any] = {}
     earlier: list[Any] = []  # a run that found parameters without gradients, and had to end
     tried: list[Any] = []
-    wanted: dict[str, Any] = {"world": args.ranks, "mode": "torchrun", "left_out": ()}
-    wanted |= {"is_small": True, "finds_unused": False}
+    wanted: dict[str, Any] = {"world": args.ranks, "mode": "torchrun", "is_small": True}
+    wanted["finds_unused"] = False
     allowed = range(args.nodes, MOST_RANKS + 1, args.nodes)
     while wanted not in tried and wanted["world"] in allowed and wanted["world"] > 1:
         tried.append(wanted)
         is_small = wanted["is_small"]
-        left_out = wanted["left_out"]
         with tempfile.TemporaryDirectory(prefix="check-", ignore_cleanup_errors=True) as place:
             place = os.path.realpath(place)
             root = Path(place, *home.parts[1:][-3:-1], home.name or "code")
             project.bound(wanted["world"], is_small)
-            project.copy(home, root, [script, folder], left_out)
+            project.copy(home, root, [script, folder])
             request = fixed | wanted | {"root": str(root), "place": place}
             request["samples"] = SAMPLES if is_small else 4 * SAMPLES
             told = request | run(request) | {"strict": args.strict, "earlier": earlier}
         kinds = {event["kind"] for event in told["events"]}
         hows = {end["how"] for end in told["ends"].values()}
         has_changes = any(end.get("changed") for end in told["ends"].values())
-        if (left_out and "step" not in kinds) or (not is_small and "time" in hows):
-            break  # neither the files that were left out nor the numbers are the reason
+        if not is_small and "time" in hows:
+            break  # the numbers are not the reason
         report = told | {"failed": "" if is_small else verdict.failed(report)}
         has_failed = hows & {"error", "waited"}
         is_elsewhere = OTHERS.search(text) and wanted["mode"] == "torchrun"
@@ -101,9 +100,6 @@ def check(script: Path, package: str | None, args: argparse.Namespace) -> verdic
         for end in report["ends"].values():
             if "wants" in end:
                 wanted = wanted | {"is_small": True} | end["wants"]
-        older = {event.get("path", "") for event in told["events"] if event.get("older")}
-        if older and "step" not in kinds:  # a run that has finished here has nothing left to do
-            wanted = wanted | {"left_out": tuple(sorted(older))}
     return verdict.judge(report | {"seconds": time.monotonic() - began})
 
 

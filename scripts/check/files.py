@@ -121,9 +121,7 @@ def save(real: Any, obj: Any, f: Any, *args: Any, **keywords: Any) -> None:
 def load(real: Any, f: Any, map_location: Any = None, *args: Any, **keywords: Any) -> Any:
     if isinstance(f, str | os.PathLike):
         f = place_of(f, "r")
-        with unwatched:
-            is_older = os.path.exists(f) and os.path.getmtime(f) < state.began
-            record.tell("load", path=os.path.realpath(f), older=is_older)
+        record.tell("load", path=name_of(f))
     return real(f, map_location if callable(map_location) else "cpu", *args, **keywords)
 
 

@@ -150,7 +150,6 @@ def synchronized(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
     """Make a layer that normalises this rank's own batch: the real one needs a GPU."""
     record.tell("left out", what="SyncBatchNorm (each rank normalised its own batch)")
     real(self, *args, **keywords)
-    self.__dict__["_synchronized"] = True
 
 
 nn.SyncBatchNorm.forward = nn.BatchNorm2d.forward  # type: ignore[method-assign]
@@ -159,8 +158,6 @@ nn.SyncBatchNorm.forward = nn.BatchNorm2d.forward  # type: ignore[method-assign]
 @replaces(nn.SyncBatchNorm)
 def convert_sync_batchnorm(real: Any, module: nn.Module, process_group: Any = None) -> nn.Module:
     record.tell("left out", what="SyncBatchNorm (each rank normalised its own batch)")
-    for part in module.modules():  # the statistics of these would be equal on all ranks
-        part.__dict__["_synchronized"] = True
     return module
 
 

@@ -8,7 +8,6 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -101,15 +100,13 @@ def home_of(script: Path, folder: Path) -> Path:
     return folder if is_below else script.parent
 
 
-def copy(source: Path, target: Path, wanted: list[Path], left_out: Collection[str] = ()) -> None:
+def copy(source: Path, target: Path, wanted: list[Path]) -> None:
     """Copy code and settings, and link the rest: data, large files, and folders of many entries.
 
-    ``wanted`` are paths whose folders have to be copied. ``left_out`` are checkpoints: no file of
-    their folder and their suffix is linked. ../data and ../../data lead from the copy to where
-    they lead from the folder itself.
+    ``wanted`` are paths whose folders have to be copied. ../data and ../../data lead from the copy
+    to where they lead from the folder itself.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    gone = {(os.path.dirname(path), Path(path).suffix) for path in left_out}
     left = ENTRIES
     folders = [(source, target)]
     for old, new in folders:  # a list that grows meanwhile
@@ -119,8 +116,6 @@ def copy(source: Path, target: Path, wanted: list[Path], left_out: Collection[st
             left -= 1
             is_environment = os.path.exists(os.path.join(entry.path, "pyvenv.cfg"))
             if entry.name in SKIPPED or is_environment or not os.access(entry.path, os.R_OK):
-                continue
-            if (os.path.realpath(old), path.suffix) in gone:
                 continue
             leads_on = any(place.is_relative_to(entry.path) for place in wanted)
             is_copied = entry.name not in LINKED and (left > 0 or leads_on)

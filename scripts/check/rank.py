@@ -59,7 +59,7 @@ def launched(port: int) -> dict[str, str]:
 
 def run(request: dict[str, Any]) -> NoReturn:
     """Run the script as this rank."""
-    own = {"process": os.getpid(), "began": time.time(), "changed": project.changed}
+    own = {"process": os.getpid(), "changed": project.changed}
     for name, value in (request | own).items():
         setattr(state, name, value)
     state.each = state.world // state.nodes

@@ -25,7 +25,6 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook as after_step
 from torch.optim.optimizer import register_optimizer_step_pre_hook as before_step
 
@@ -34,7 +33,6 @@ COLLECTIVES = (
     r"((all_)?(gather|reduce(?!_op))|all_to_all|broadcast|scatter)\w*|(monitored_)?barrier"
 )
 SENT = ("obj", "tensor", "input_tensor", "input", "input_list")  # arguments that a rank gives
-PLANNED = ("T_max", "total_steps", "total_iters")  # attributes of schedules
 MOST_VALUES = 64  # of a result of an evaluation
 PART = 2**16  # values that are added up at a time, so that this takes little memory
 NEAR = 20  # operations that may follow the division of a loss
@@ -51,7 +49,6 @@ names: dict[int, str] = {}  # of parameters, by their id
 owners: dict[int, "Watched"] = {}  # the wrapper that averages a parameter, by its id
 _storages: dict[int, "Watched"] = {}  # the same, by the address of its values
 _totals: dict[int, tuple[Any, int]] = {}  # a tensor that was combined, and when, by its id
-schedulers: dict[Any, str] = {}  # the line that made each of them
 _counted = record.Nested()
 _forwards = record.Nested()
 _backwards = record.Nested()  # checkpointing computes a part of the forward again in them
@@ -265,11 +262,7 @@ def _module_ends(module: nn.Module, inputs: Any, output: Any) -> None:
             # A copy, such as an EMA, has the names of a wrapped model. Other models may differ.
             trained = {name for item in wrappers for name, _ in item.ddp.module.named_parameters()}
             items = [(name.replace("module.", ""), p) for name, p in module.named_parameters()]
-            sums = {name: _sums(p) for name, p in items if name in trained}
-            for name, part in module.named_modules():
-                if isinstance(part, NORMS) and "_synchronized" not in vars(part):
-                    sums[f"{name}.running_mean"] = _sums(part.running_mean)
-            batch.tested[id(module)] = sums
+            batch.tested[id(module)] = {name: _sums(p) for name, p in items if name in trained}
 
 
 register_module_forward_pre_hook(_module_begins)
@@ -406,21 +399,6 @@ before_step(_step_begins)
 after_step(_step_ends)
 
 
-@replaces(LRScheduler, name="__init__")
-def schedule(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
-    schedulers[self] = next(record.frames(), "")
-    real(self, *args, **keywords)
-
-
-def _tell_schedules() -> None:
-    """Tell for how many steps each schedule was made, and how many it took."""
-    for item, line in schedulers.items():
-        planned = [vars(item)[name] for name in PLANNED if name in vars(item)]
-        if planned:
-            record.tell("schedule", line=line, planned=planned[0], taken=item.last_epoch)
-
-
-record.at_the_end.append(_tell_schedules)
 record.refuse("nn.DataParallel", nn.DataParallel, "__init__")
 record.refuse("FSDP", FullyShardedDataParallel, "__init__")
 record.refuse("FSDP2", torch.distributed.fsdp, "fully_shard")

@@ -132,7 +132,9 @@ def _could_not(report: Facts, kinds: set[str]) -> str:
     is_wrapped = events_of(report, "wrapped")
     if not is_wrapped and not (has_step and (kinds or _averages_by_hand(report))):
         return "not judged: it wraps no model in DistributedDataParallel"
-    return "" if has_step else "not judged: it made no step of an optimizer in two epochs"
+    loaded = [event["path"] for event in events_of(report, "load")]
+    hint = f" (after it loaded {loaded[0]})" if loaded else ""
+    return "" if has_step else f"not judged: it made no step of an optimizer in two epochs{hint}"
 
 
 def failed(report: Facts) -> str:
@@ -159,8 +161,6 @@ def _not_seen(report: Facts) -> Iterator[str]:
     if report["failed"] and not failed(report):
         yield f"a run with smaller numbers, which failed: {report['failed']}"
     yield from dict.fromkeys(event["what"] for event in events_of(report, "left out"))
-    if report["left_out"]:
-        yield f"a resume: {', '.join(report['left_out'])} is of a finished run, and was left out"
     uses = {item["use"] for item in events_of(report, "pass")}
     if "evaluation" not in uses:
         yield "an evaluation: no forward without gradients had batches of a DataLoader"
@@ -211,24 +211,8 @@ def by_ranks(report: Facts) -> Found:
             alike[event["kind"], str(event["same"]), event["clock"]].append(event)
     for (kind, *_), events in alike.items():
         ranks = sorted({event["rank"] for event in events})
-        facts = {**events[0], "ranks": " and ".join(map(str, ranks)), "disk": ""}
-        if len({event["node"] for event in events}) == len(ranks) and kind == "every rank saves":
-            # Local rank 0 of each host may write to a disk of its own.
-            facts |= {"level": "WARN", "disk": ", which is one file if the hosts share a disk"}
         if len(ranks) > 1:
-            yield kind, facts
-
-
-def schedules(report: Facts) -> Found:
-    """Find schedules that are longer than the training."""
-    has_ended = all(end["how"] == "ended" for end in report["ends"].values())
-    trainings = [item for item in _trainings(report) if not item["rank"]]
-    reads = sum(item["reads"] for item in trainings)
-    for event in of_each(report, "schedule")[0] if has_ended else ():
-        # It took a step after each batch, and the batches of all ranks would have ended it.
-        is_of_one = abs(event["planned"] - report["world"] * event["taken"]) <= len(trainings)
-        if is_of_one and event["taken"] >= reads > 2 * len(trainings):
-            yield "schedule of one device", {**event, "world": report["world"]}
+            yield kind, {**events[0], "ranks": " and ".join(map(str, ranks))}
 
 
 def _averages_by_hand(report: Facts) -> bool:
@@ -415,14 +399,12 @@ def _left_out(items: list[Facts], is_shared: bool) -> Found:
 
 
 def _other_models(items: list[Facts]) -> Found:
-    """Find models that are evaluated with other weights or statistics on each rank."""
+    """Find models that are evaluated with other weights on each rank."""
     for models in zip(*(item["tested"] for item in items), strict=False):
         for name in models[0]:
             sums = [model.get(name, models[0][name]) for model in models]
             if _differ(sums, 1e-6):
-                is_buffer = name.endswith("running_mean")
-                kind = "other statistics" if is_buffer else "evaluates other weights"
-                yield kind, {**items[0], "name": name}
+                yield "evaluates other weights", {**items[0], "name": name}
                 break
 
 
@@ -481,4 +463,4 @@ def through(report: Facts) -> Found:
             yield "evaluates through the wrapper", {**event, "level": level}
 
 
-COMPARISONS = (conflicts, by_ranks, divergence, schedules, shares, inputs, evaluation, through)
+COMPARISONS = (conflicts, by_ranks, divergence, shares, inputs, evaluation, through)

@@ -21,7 +21,7 @@ def train(rank: int, world_size: int, epochs: int) -> None:
     torch.cuda.set_device(rank)
     model = DistributedDataParallel(network().cuda(), device_ids=[rank])
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for epoch in range(epochs):
+    for _ in range(epochs):
         optimizer.zero_grad()
         model(torch.randn(6, 8)).square().mean().backward()
         optimizer.step()

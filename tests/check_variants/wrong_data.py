@@ -10,7 +10,6 @@ import torchvision
 from common import Images, network
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, DistributedSampler, random_split
 from torch.utils.tensorboard import SummaryWriter
 
@@ -39,8 +38,6 @@ model = DistributedDataParallel(  # finds: two ranks on one device
     raw_model, find_unused_parameters=True
 )
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
-steps = EPOCHS * sum(len(DataLoader(part, 64)) for part in (train_set, train_part))
-scheduler = CosineAnnealingLR(optimizer, T_max=steps)  # finds: schedule of one device
 
 
 def train(loader: DataLoader) -> None:
@@ -49,7 +46,6 @@ def train(loader: DataLoader) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        scheduler.step()
 
 
 def correct(loader: DataLoader) -> torch.Tensor:
@@ -63,10 +59,10 @@ def correct(loader: DataLoader) -> torch.Tensor:
 
 
 part = range(rank, len(test_set), world_size)
-padded = DataLoader(  # finds: padded evaluation + other statistics
+padded = DataLoader(  # finds: padded evaluation
     test_set, 32, sampler=DistributedSampler(test_set)
 )
-means = DataLoader(test_set, 32, sampler=part)  # finds: mean of means + other statistics
+means = DataLoader(test_set, 32, sampler=part)  # finds: mean of means
 share = DataLoader(test_set, 32, sampler=part)  # finds: evaluates a share
 whole = DataLoader(test_set, 32)  # finds: evaluates in training mode
 
