@@ -4,11 +4,8 @@ The folder check_variants holds the scripts. A comment "finds: A + B" says what 
 """
 
 import json
-import os
-import re
 import shutil
 import sys
-import time
 from importlib.util import find_spec
 
 import pytest
@@ -98,12 +95,11 @@ def test_a_right_script_is_clean_from_any_folder_and_what_is_not_seen_is_said(tm
         shutil.copy(VARIANTS / name, own)
     text = succeed(sys.executable, CHECK, "../own/right.py", cwd=other).text
     assert "OK     nothing wrong was seen" in text
-    assert "not seen: early stopping, or a plateau: patience is 7" in text
     assert "autocast (it computed in float32)" in text
     assert sorted(path.name for path in own.iterdir()) == ["common.py", "right.py"]
 
 
-def test_a_command_that_cannot_work_says_why_and_all_findings_are_listed(tmp_path):
+def test_a_command_that_cannot_work_says_why(tmp_path):
     (tmp_path / "own.py").write_text("")
     for words, said in {
         ("nowhere.py",): "there is no file nowhere.py",
@@ -115,9 +111,7 @@ def test_a_command_that_cannot_work_says_why_and_all_findings_are_listed(tmp_pat
         assert ended.status == 2
     alone = run(sys.executable, "-S", CHECK, "own.py", cwd=tmp_path)  # without packages
     assert "has no torch: use the Python of your script" in alone.stderr
-    listed = succeed(sys.executable, CHECK, "--list").stdout
-    assert all(f"{row.level:5}  {row.kind}\n" in listed for row in verdict.TABLE.values())
-    assert succeed("sh", "-c", f"{sys.executable} {CHECK} --list | head -1").stderr == ""
+    assert succeed("sh", "-c", f"{sys.executable} {CHECK} --help | head -1").stderr == ""
 
 
 def test_each_finding_is_shown_by_a_variant_and_names_a_lesson_that_exists():
@@ -178,10 +172,9 @@ def test_a_script_that_starts_its_ranks_itself_is_clean(tmp_path, script):
 @pytest.mark.slow
 def test_what_the_check_makes_small_is_not_blamed_on_the_script(tmp_path):
     """The script wants more than two epochs, and a best checkpoint. It asks for a terminal."""
-    found = checked(tmp_path, "numbers.py", "--patience", "1")
+    found = checked(tmp_path, "numbers.py")
     assert is_right(found), found
     assert "epochs 200 to 2" in str(found["not_seen"])
-    assert "patience" not in str(found["not_seen"])
 
 
 @pytest.mark.slow
@@ -202,18 +195,13 @@ def test_rank_0_alone_in_the_wrapper_is_wrong_only_if_it_was_seen(tmp_path):
 
 
 @pytest.mark.slow
-def test_slurm_is_played_and_a_finished_run_in_the_folder_is_left_out(tmp_path):
+def test_slurm_is_played_and_a_finished_run_in_the_folder_is_named(tmp_path):
+    assert is_right(checked(tmp_path, "slurm.py"))
     (tmp_path / "runs").mkdir()
-    shutil.copy(VARIANTS / "common.py", tmp_path)
-    sys.path.insert(0, str(VARIANTS))
-    from common import network
-
-    kept = {"model": network().state_dict(), "epochs done": 5}
-    torch.save(kept, tmp_path / "runs/last.pt")
-    os.utime(tmp_path / "runs/last.pt", (time.time() - 60,) * 2)
+    torch.save({"epochs done": 5}, tmp_path / "runs/last.pt")
     found = checked(tmp_path, "slurm.py")
-    assert is_right(found), found
-    assert re.search("runs/last.pt is of a finished run, and was left out", str(found["not_seen"]))
+    assert "no step of an optimizer in two epochs (after it loaded runs/last.pt)" in str(found)
+    assert found["status"] == 3
 
 
 @pytest.mark.slow

@@ -39,7 +39,9 @@ GRACE = 10  # seconds in which the other ranks may end after one that failed
 IDLE = 15  # seconds in which ranks that wait in vain hardly work
 BUSY = 6  # looks, of ten a second, at which they still may work then
 UNUSED = "Expected to have finished reduction"  # DDP's error for parameters without gradients
-SAMPLES = 16  # of each rank in an epoch
+# Samples of each rank in an epoch: in the first run, in one with the script's own numbers, and in
+# one with whole data sets, which some evaluations need.
+SAMPLES = (16, 64, 10**9)
 # Variables of launchers, which a script must not find here, and those that ask for another one.
 LAUNCHERS = re.compile(
     "RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|NODE_RANK|(GROUP|ROLE)_(RANK|WORLD_SIZE|NAME)"
@@ -68,19 +70,19 @@ def check(script: Path, package: str | None, args: argparse.Namespace) -> verdic
     report: dict[str, Any] = {}
     earlier: list[Any] = []  # a run that found parameters without gradients, and had to end
     tried: list[Any] = []
-    wanted: dict[str, Any] = {"world": args.ranks, "mode": "torchrun", "is_small": True}
+    wanted: dict[str, Any] = {"world": args.ranks, "mode": "torchrun", "size": 0}
     wanted["finds_unused"] = False
     allowed = range(args.nodes, MOST_RANKS + 1, args.nodes)
     while wanted not in tried and wanted["world"] in allowed and wanted["world"] > 1:
         tried.append(wanted)
-        is_small = wanted["is_small"]
+        is_small = not wanted["size"]
         with tempfile.TemporaryDirectory(prefix="check-", ignore_cleanup_errors=True) as place:
             place = os.path.realpath(place)
             root = Path(place, *home.parts[1:][-3:-1], home.name or "code")
             project.bound(wanted["world"], is_small)
             project.copy(home, root, [script, folder])
             request = fixed | wanted | {"root": str(root), "place": place}
-            request["samples"] = SAMPLES if is_small else 4 * SAMPLES
+            request |= {"is_small": is_small, "samples": SAMPLES[wanted["size"]]}
             told = request | run(request) | {"strict": args.strict, "earlier": earlier}
         kinds = {event["kind"] for event in told["events"]}
         hows = {end["how"] for end in told["ends"].values()}
@@ -95,11 +97,13 @@ def check(script: Path, package: str | None, args: argparse.Namespace) -> verdic
         elif any(UNUSED in end.get("message", "") for end in told["ends"].values()):
             earlier = [told]
             wanted = wanted | {"finds_unused": True}
-        elif has_failed and ("group" in kinds or has_changes):
-            wanted = wanted | {"is_small": False}
+        elif has_failed and is_small and ("group" in kinds or has_changes):
+            wanted = wanted | {"size": 1}
+        elif "error" in hows and "step" in kinds:
+            wanted = wanted | {"size": 2}
         for end in report["ends"].values():
             if "wants" in end:
-                wanted = wanted | {"is_small": True} | end["wants"]
+                wanted = wanted | {"size": 0} | end["wants"]
     return verdict.judge(report | {"seconds": time.monotonic() - began})
 
 
@@ -117,10 +121,10 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     for rank in range(request["world"]):
         command = [sys.executable, str(RANK), json.dumps(request | {"rank": rank})]
         # Ranks differ in the order of sets of strings. Sessions, so that what they start ends, too.
-        setting: dict[str, Any] = {"env": kept | SETTINGS | {"PYTHONHASHSEED": str(rank + 1)}}
-        setting |= {"stderr": STDOUT, "stdin": terminal, "start_new_session": True}
+        setting = kept | SETTINGS | {"PYTHONHASHSEED": str(rank + 1)}
         with open(root / f".out{rank}", "w") as output:
-            processes.append(Popen(command, stdout=output, **setting))
+            outputs: dict[str, Any] = {"stdout": output, "stderr": STDOUT, "stdin": terminal}
+            processes.append(Popen(command, env=setting, start_new_session=True, **outputs))
     try:
         are_idle = _wait(processes, time.monotonic() + request["limit"] + GRACE)
         late = "stopped" if any(process.poll() for process in processes) else "time"
@@ -192,7 +196,6 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--list", action="store_true", help="print all that can be found, and end")
     add("--ranks", type=int, default=2, help="number of processes (default: 2)")
     add("--nodes", type=int, default=1, help="number of hosts that they play (default: 1)")
     add("--limit", type=float, default=120.0, help="seconds (default: 120)")
@@ -202,9 +205,6 @@ def main() -> int:
     add("script", nargs="?")
     add("arguments", nargs=argparse.REMAINDER, help="the script's own; {node} is the host's number")
     args = parser.parse_args()
-    if args.list:
-        print(verdict.listed())
-        return 0
     if not args.script:
         parser.error("give the script that you want to check")
     script, package = Path(args.script), None

@@ -10,7 +10,6 @@ import shutil
 import socket
 import struct
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import record
@@ -74,18 +73,15 @@ def open_number(real: Any, path: Any, flags: int, *args: Any, **keywords: Any) -
     return real(place_of(path, "w" if flags & WRITING else "r"), flags, *args, **keywords)
 
 
-def _is_handler(frame: Any) -> bool:
-    return frame.f_globals.get("__name__") == "logging"
-
-
 @replaces(builtins, io, name="open")
 def open_file(real: Any, file: Any, mode: str = "r", *args: Any, **keywords: Any) -> Any:
     path = place_of(file, "w" if set(mode) & set("wax+") else "r")
     opened = real(path, mode, *args, **keywords)
     if mode[0] in "wxa" and path is not None and isinstance(file, str | os.PathLike):
         name = name_of(file)
+        caller = sys._getframe(2).f_globals.get("__name__")
         # The handlers of the ranks may have levels at which only one of them writes.
-        is_own = name.endswith("lock") or (mode[0] == "a" and _is_handler(sys._getframe(2)))
+        is_own = name.endswith("lock") or (mode[0] == "a" and caller == "logging")
         is_own |= any(part.startswith((".", "__py")) for part in name.split("/"))
         if next(record.frames(), "") and not unwatched.depth and not is_own and name[0] != "/":
             if mode[0] == "a":  # it may stay as it is
@@ -106,10 +102,6 @@ def save(real: Any, obj: Any, f: Any, *args: Any, **keywords: Any) -> None:
     record.tell("saved")
     if not isinstance(f, str | os.PathLike):
         return real(obj, f, *args, **keywords)
-    parts = [obj, *obj.values()] if isinstance(obj, Mapping) else [obj]
-    parts = [part for part in parts if isinstance(part, Mapping) and part]
-    if any(all(str(key).startswith("module.") for key in part) for part in parts):
-        record.tell("module. in keys")
     name, path = name_of(f), os.fspath(place_of(f, "w"))
     record.tell("every rank saves", same=name, path=name)
     with unwatched:
@@ -125,19 +117,10 @@ def load(real: Any, f: Any, map_location: Any = None, *args: Any, **keywords: An
     return real(f, map_location if callable(map_location) else "cpu", *args, **keywords)
 
 
-def _lock(real: Any, file: Any, operation: int, *args: Any) -> Any:
-    """Note that under a file lock, such as that of the package filelock, a rank is alone."""
-    if operation & fcntl.LOCK_EX:
-        state.locked_at = state.clock
-    return real(file, operation, *args)
-
-
-replaces(fcntl, name="flock")(_lock)
-replaces(fcntl, name="lockf")(_lock)
-
-
 def _audit(event: str, args: Any) -> None:
-    """Refuse the network."""
+    """Refuse the network, and note that under a file lock, as of filelock, a rank is alone."""
+    if event in ("fcntl.flock", "fcntl.lockf") and args[1] & fcntl.LOCK_EX:
+        state.locked_at = state.clock
     if event in ("socket.connect", "socket.getaddrinfo"):
         address = args if event == "socket.getaddrinfo" else args[1]
         host = address[0] if isinstance(address, tuple) else None

@@ -32,12 +32,13 @@ GENERATORS: dict[str, tuple[Any, Any, Any, str]] = {  # get and set a state, and
     "random": (random.getstate, random.setstate, random, "seed"),
     "numpy": (np.random.get_state, np.random.set_state, np.random, "seed"),
 }
+SEED = (torch.random.default_generator.manual_seed, random.seed, np.random.seed)  # not noted below
 whole_lengths = record.Nested()  # while data sets tell their real lengths
 latest: list["Pass"] = []  # the passes whose batches the last forward saw
 _open: list["Pass"] = []
 _contents: dict[int, tuple[Any, list[int]]] = {}  # a data set and its content, by its id
 _lengths: defaultdict[str, dict[int, int]] = defaultdict(dict)  # by the lines of their loaders
-_seeds: dict[str, str] = {}  # the line that seeded each generator last
+seeds: dict[str, tuple[str, Any]] = {}  # the line that seeded each generator last, and the seed
 imported: set[str] = set()  # generators that an import seeds, as in each process that is spawned
 _counts: Counter[str] = Counter()  # number of passes, by the key of the loader
 _epochs: Counter[str] = Counter()  # number of passes that trained, by the key of the loader
@@ -104,7 +105,7 @@ def marks() -> dict[str, int]:
 
 def _note_seed(name: str, real: Any, *args: Any, **keywords: Any) -> Any:
     if line := next(record.frames(), ""):
-        _seeds[name] = line
+        seeds[name] = line, args[0] if args else None
     if any(record.is_import(frame) for frame in record.calls()):
         imported.add(name)
     return real(*args, **keywords)
@@ -116,7 +117,7 @@ for _name, (*_, _owner, _seeding) in GENERATORS.items():
 
 def seeded(name: str) -> dict[str, str]:
     """Return the line that seeded a generator, as a fact. Nothing may have seeded it."""
-    return {"line": _seeds[name]} if name in _seeds else {}
+    return {"line": seeds[name][0]} if name in seeds else {}
 
 
 def tell_draws(where: str, before: dict[str, int], key: str = "", seed: int | None = None) -> None:
@@ -127,6 +128,10 @@ def tell_draws(where: str, before: dict[str, int], key: str = "", seed: int | No
             line = seeded(name if seed is None else "torch")  # which gives workers their seeds
             facts = {"where": where, "name": name, "drawn_by": key} | line
             record.tell("equal random numbers", same=same, **facts)
+            _, own = seeds.get(name if seed is None else "torch", ("", None))
+            if own is not None:  # a rank may have drawn more, but not each of many ranks
+                facts["where"] += f", or would with more ranks: each is seeded with {own}"
+                record.tell("equal random numbers", same=(where, key, name, "seed", own), **facts)
 
 
 @contextlib.contextmanager
@@ -149,9 +154,8 @@ def content(dataset: Any) -> list[int]:
             for look in looks:
                 for part in range(COMPARED):
                     index = part * (len(dataset) - 1) // (COMPARED - 1)
-                    torch.random.default_generator.manual_seed(index)
-                    random.seed(index)
-                    np.random.seed(index)
+                    for seed in SEED:
+                        seed(index)
                     look.append(digest(dataset[index]))
         _contents[id(dataset)] = dataset, looks[0] if looks[0] == looks[1] else []
         if len(_contents) > KEPT:
@@ -175,7 +179,6 @@ class Pass:
         self.key, self.begun = self.facts["key"], state.clock
         self.number = -1  # of this pass over the loader; the first forward sets it
         self.mode: bool | None = None  # whether the first model is in training mode
-        self.modes: set[bool | None] = set()  # the same of all models that are trained
         self.is_fresh = self.trained = self.evaluated = self.complete = False
         self.reads = self.count = self.fetched = 0  # batches, samples, samples of the last batch
         self.is_stream = isinstance(self.dataset, data.IterableDataset)
@@ -219,8 +222,6 @@ class Pass:
             return
         former, order = _former.get(self.key), self.indices
         _former[self.key] = self
-        if self.modes == {False}:
-            record.tell("trains in evaluation mode", **facts)
         if former and len(order) > 3 and former.indices == order:
             record.tell("never shuffled" if order == sorted(order) else "no set_epoch", **facts)
 

@@ -155,12 +155,6 @@ def synchronized(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
 nn.SyncBatchNorm.forward = nn.BatchNorm2d.forward  # type: ignore[method-assign]
 
 
-@replaces(nn.SyncBatchNorm)
-def convert_sync_batchnorm(real: Any, module: nn.Module, process_group: Any = None) -> nn.Module:
-    record.tell("left out", what="SyncBatchNorm (each rank normalised its own batch)")
-    return module
-
-
 @replaces(torch.autocast, name="__init__")
 def autocast(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
     if keywords.get("enabled", True):
@@ -173,19 +167,11 @@ def scaler(real: Any, self: Any, device: str = "cuda", *args: Any, **keywords: A
     real(self, "cpu", *args, **keywords)
 
 
-RealGenerator = torch.Generator
-
-
-class _AnyGenerator(type(RealGenerator)):  # type: ignore[misc]
-    def __instancecheck__(cls, item: Any) -> bool:
-        return isinstance(item, RealGenerator)
-
-
-class Generator(RealGenerator, metaclass=_AnyGenerator):  # type: ignore[misc]
-    """Makes a generator of the CPU, whatever device the script asks for."""
+class Generator(torch.Generator):
+    """A generator of the CPU, whatever device the script asks for."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
-        return RealGenerator()
+        return super().__new__(cls)
 
 
 GIB = 2**30
@@ -222,14 +208,11 @@ for _name in ("Iterable", "Iterator", "Mapping", "MutableMapping", "Sequence", "
     setattr(collections, _name, getattr(collections.abc, _name))
 for _kind in (bool, int, float, complex, object):
     vars(np).setdefault(_kind.__name__, _kind)
-sys.modules["torch._six"] = types.ModuleType("torch._six")
-vars(sys.modules["torch._six"]).update(
-    inf=float("inf"), string_classes=(str, bytes), int_classes=int, container_abcs=collections.abc
-)
+_six: Any = types.SimpleNamespace(inf=float("inf"), string_classes=(str, bytes), int_classes=int)
+_six.container_abcs = collections.abc
+sys.modules["torch._six"] = _six
 
-WRITING = (
-    "add_scalar add_scalars add_image add_images add_histogram add_figure add_text flush close"
-)
+WRITING = "add_scalar add_scalars add_image add_images add_histogram add_figure add_text"
 TRACKERS = ["torch.utils.tensorboard", "tensorboardX", "wandb", "visdom", "comet_ml", "neptune"]
 TRACKERS += ["mlflow", "swanlab"]
 
@@ -248,14 +231,20 @@ def tracker(name: str) -> Stub:
     module = Stub(__path__=[], __name__=name)
     module.config = Settings()
 
-    def open_one(log_dir: Any = "runs", *args: Any, **keywords: Any) -> Stub:
+    def log(*args: Any, **keywords: Any) -> None:
         record.tell("every rank logs", same=name, name=name)
+
+    def open_one(log_dir: Any = "runs", *args: Any, **keywords: Any) -> Stub:
         module.config.update(keywords.get("config") or {})
         path = str(keywords.get("logdir") or log_dir or "runs")
         os.makedirs(path, exist_ok=True)  # scripts write more into it
         opened = Stub(log_dir=path, logdir=path, dir=path, config=module.config)
         opened.get_logdir.return_value = path
         return opened
+
+    def open_run(*args: Any, **keywords: Any) -> Stub:
+        log()
+        return open_one(*args, **keywords)
 
     class Writer:
         """A class of its own, because scripts derive from it."""
@@ -269,13 +258,15 @@ def tracker(name: str) -> Stub:
         def __enter__(self) -> Any:
             return self
 
-        def __exit__(self, *error: object) -> None:
+        def close(self, *error: object) -> None:
             pass
 
+        flush = __exit__ = close
+
     for method in WRITING.split():
-        setattr(Writer, method, lambda self, *args, **keywords: None)
+        setattr(Writer, method, log)
     for opener in ("init", "init_run", "Visdom", "start_run", "Experiment"):
-        getattr(module, opener).side_effect = open_one
+        getattr(module, opener).side_effect = open_run
     module.SummaryWriter = Writer
     return module
 

@@ -28,9 +28,13 @@ import training
 from record import replaces, state
 
 FOREIGN = "pytorch_lightning|lightning|accelerate|deepspeed|horovod|colossalai|ray"
-PATIENCE = re.compile(r"""(?<!-)\b(\w*patience)["']?\s*(?::\s*int\s*)?[=:]\s*(\d+)\b""", re.I)
 # What a rank may leave out on its own, and what it may decide on its own.
 LEAVES_OUT = re.compile(r"^ *if\b.*(?:isfinite|isnan|isinf).*loss.*:(?:.*\n){1,4}? *continue", re.M)
+DIVIDES = re.compile(  # a loss by the number of ranks, before its backward
+    r"^ *(\w*loss\w*) *(?:/=|=.*/) *[\w.]*(?:world|gpus|nprocs|ranks).*\n(?:.*\n){0,4}?"
+    r".*\b\1\b.*backward\(",
+    re.M,
+)
 STOPS = re.compile(r"^ *(?:el)?if\b.*(?:patience|early_?stop).*:", re.M | re.I)
 MAKES = re.compile(r"^ *if not .*(?:exists|isdir)\(.*\n?.*(?:makedirs|mkdir)\((?!.*exist_ok)", re.M)
 BEST = re.compile(r"^ *(?:el)?if\b.*best.*:", re.M | re.I)
@@ -118,6 +122,7 @@ def _seed(seed: int) -> None:
     for name, (*_, owner, seeding) in loaders.GENERATORS.items():
         if name not in loaders.imported:
             getattr(owner, seeding)(seed)
+            loaders.seeds.pop(name, None)
 
 
 def _fail(error: BaseException) -> NoReturn:
@@ -130,9 +135,6 @@ def _fail(error: BaseException) -> NoReturn:
         message = f"it needs {error.name}, which is not {where}"
     how = "waited" if re.search("gloo|onnection (closed|reset)|timed out", message) else "error"
     trace = traceback.extract_tb(error.__traceback__)
-    is_own = trace[-1].filename.startswith(os.path.dirname(os.path.abspath(__file__)))
-    if is_own and isinstance(error, AttributeError | NameError | TypeError):
-        message = f"inside of the check itself, {message}"
     for frame in trace:
         if frame.filename.startswith(state.root):
             line = record.place(frame.filename, frame.lineno)
@@ -150,13 +152,12 @@ def compiled(data: Any, path: str) -> types.CodeType:
         files.looks.add(record.place(path, text.count("\n", 0, found.start()) + 1))
     if "load_state_dict" in text and Path(path) == Path(sys.argv[0]):
         _tell_loads(text, path)
-    for name, number in PATIENCE.findall(text):
-        _tell_patience(name, number)
     kinds = {LEAVES_OUT: "leaves a batch out", STOPS: "decides", BEST: "decides"}
+    kinds[DIVIDES] = "loss divided by the ranks"
     for pattern, kind in kinds.items():
         for found in pattern.finditer(text):
             line = record.place(path, text.count("\n", 0, found.start()) + 1)
-            record.tell(kind, line=line)
+            record.tell(kind, line=line, world=state.world)
     return compile(project.bounded_code(text), path, "exec", dont_inherit=True)
 
 
@@ -167,12 +168,6 @@ def _tell_loads(text: str, path: str) -> None:
             given = {keyword.arg for keyword in node.keywords}
             if len(node.args) < 2 and not given & {"map_location", None}:
                 record.tell("loads onto one GPU", line=record.place(path, node.lineno))
-
-
-def _tell_patience(name: str, value: Any) -> None:
-    if re.search("patience$", name, re.I) and str(value).isdecimal() and int(value) > 1:
-        what = f"early stopping, or a plateau: {name} is {value}, and the check runs two epochs"
-        record.tell("left out", what=what)
 
 
 def _run_started(processes: list[Any] | None = None) -> None:
@@ -207,7 +202,6 @@ def parse_known_args(real: Any, self: Any, args: Any = None, namespace: Any = No
     found, rest = real(self, args, namespace)
     for name, value in vars(found).items():
         setattr(found, name, project.bounded(name, value))
-        _tell_patience(name, value)
     return found, rest
 
 

@@ -1,8 +1,6 @@
 """Watch the training: collectives, what goes through and past the wrapper, and each step."""
 
 import contextlib
-import itertools
-import linecache
 import os
 import re
 from collections import Counter
@@ -35,7 +33,6 @@ COLLECTIVES = (
 SENT = ("obj", "tensor", "input_tensor", "input", "input_list")  # arguments that a rank gives
 MOST_VALUES = 64  # of a result of an evaluation
 PART = 2**16  # values that are added up at a time, so that this takes little memory
-NEAR = 20  # operations that may follow the division of a loss
 SHOWN = 40  # steps of an optimizer that are compared
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 DIVISIONS = ("div", "div_", "__truediv__", "__itruediv__")
@@ -54,7 +51,6 @@ _forwards = record.Nested()
 _backwards = record.Nested()  # checkpointing computes a part of the forward again in them
 _began: dict[str, int] = {}  # torch's random state when this step got its batch
 _stepping: list[Any] = []  # the parameters of each optimizer whose step has begun
-_divisions: list[tuple[Any, str]] = []  # divisions of losses by the number of ranks, with lines
 _scaled: set[Any] = set()  # scalers that have scaled a loss, and not yet divided its gradients
 _turns: Counter[Any] = Counter()  # number of steps of each optimizer
 
@@ -135,15 +131,6 @@ class Number(float):
         return float, (float(self),)  # a checkpoint may hold it
 
 
-def _by_ranks(divisor: Any) -> bool:
-    """Whether a divisor is the number of ranks. Others may be equal to it."""
-    frame = next(record.calls(), None)
-    if not frame or _numbers(divisor) != [state.world]:
-        return False
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-    return bool(re.search("world|gpus|nprocs|ranks", line))
-
-
 def _observe(func: Any, args: Any, result: Any) -> Any:
     """Note a change of a wrapped parameter, and what becomes of a combined tensor."""
     name, first = getattr(func, "__name__", ""), args[0] if args else None
@@ -158,8 +145,6 @@ def _observe(func: Any, args: Any, result: Any) -> Any:
         elif name == "item" and isinstance(result, float):
             result = Number(result)
             result.clock = clock
-    if name in DIVISIONS and not first.dim() and first.requires_grad and _by_ranks(args[1]):
-        _divisions.append((result.grad_fn, next(record.frames(), "")))
     sets = name[-1:] == "_" != name[-2:-1] or name in WRITES or func == SET_DATA
     if sets and not _stepping and name != "requires_grad_":
         with contextlib.suppress(RuntimeError):  # not every tensor has an address
@@ -240,11 +225,8 @@ def _module_begins(module: nn.Module, inputs: Any) -> None:
         is_of_batch = loaders.forward_begins(grads, mode)
         if trains and (is_of_batch or not _began):
             _began["torch"] = loaders.marks()["torch"]
-        # BatchNorm alone may be switched off on purpose, in a model that is in training mode.
-        root = module.module if isinstance(module, DDP) else module
         tensors = [item for item in inputs if isinstance(item, Tensor) and item.dim()]
         for batch in loaders.latest if trains else ():
-            batch.modes.add(None if mode is None else mode or root.training)
             batch.rows = tensors[0].shape[0] if tensors else batch.rows
         if trains and tensors and not loaders.latest and state.steps < SHOWN:
             digests = [loaders.digest(tensor) for tensor in tensors]
@@ -279,16 +261,6 @@ def load_state_dict(real: Any, self: Any, values: Any, *args: Any, **keywords: A
     return real(self, values, *args, **keywords)
 
 
-def _tell_divisions(nodes: list[Any]) -> None:
-    """Tell which division by the number of ranks is one of the last steps of a loss."""
-    for node in itertools.islice(nodes, NEAR):  # a list that grows meanwhile
-        nodes += [other for other, _ in getattr(node, "next_functions", ())]
-    for division, line in _divisions if wrappers else ():
-        if any(division is node for node in nodes):
-            record.tell("loss divided by the ranks", line=line, world=state.world)
-    _divisions.clear()
-
-
 @replaces(torch.amp.GradScaler)
 def scale(real: Any, self: Any, outputs: Any) -> Any:
     if self.is_enabled():
@@ -296,13 +268,10 @@ def scale(real: Any, self: Any, outputs: Any) -> Any:
     return real(self, outputs)
 
 
-def _divides(real: Any, self: Any, *args: Any, **keywords: Any) -> Any:
+@replaces(torch.amp.GradScaler)
+def _unscale_grads_(real: Any, self: Any, *args: Any) -> Any:
     _scaled.discard(self)
-    return real(self, *args, **keywords)
-
-
-replaces(torch.amp.GradScaler, name="unscale_")(_divides)
-replaces(torch.amp.GradScaler, name="step")(_divides)
+    return real(self, *args)
 
 
 @replaces(nn.utils, nn.utils.clip_grad)
@@ -316,8 +285,6 @@ def clip_grad_norm_(real: Any, *args: Any, **keywords: Any) -> Any:
 def backward(real: Any, *args: Any, **keywords: Any) -> Any:
     if not _backwards.depth:  # not in the backward that checkpointing makes within another
         loaders.backward_begins()
-        roots = args[0] if isinstance(args[0], list | tuple) else [args[0]]
-        _tell_divisions([root.grad_fn for root in roots])
         for item in wrappers:
             item.note("B" if item.ddp.require_backward_grad_sync else "b")
     with _backwards:

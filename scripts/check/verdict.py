@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain, combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +56,6 @@ CELLS: list[Any] = [re.split(r" *\| *| -> ", row) for row in ROWS]
 TABLE = {row.kind: row for row in (Finding(*cells) for cells in CELLS)}
 
 
-def listed() -> str:
-    """Return all that can be found, as --list prints it."""
-    return "\n".join(f"{row.level:5}  {row.kind}\n       do: {row.do}" for row in TABLE.values())
-
-
 @dataclass
 class Verdict:
     """What the check says of a script."""
@@ -91,8 +86,9 @@ def judge(report: Facts) -> Verdict:
     found = []
     by_kind = dict[str, Finding]()
     is_ddp = events_of(report, "group", "device by global rank")
-    for compare in COMPARISONS if is_ddp else ():
-        for kind, facts in (*compare(report), *chain(*map(compare, report["earlier"]))):
+    runs = (report, *report["earlier"])
+    for compare, told in product(COMPARISONS, runs) if is_ddp else ():
+        for kind, facts in compare(told):
             row = TABLE[kind]
             level, what = facts.get("level", row.level), row.what.format_map(facts)
             found.append(replace(row, level=level, what=what, line=facts["line"]))
@@ -374,9 +370,8 @@ def evaluation(report: Facts) -> Found:
         facts = {**first, "counts": " + ".join(map(str, counts))}
         if combined:
             yield from _other_models(items)
-            if _is_mean_of_means(report, items, counts):
-                level = "WARN" if len(set(counts)) > 1 else "NOTE"
-                yield "mean of means", {**facts, "level": level}
+            if len(set(counts)) > 1 and _is_mean_of_means(report, items, counts):
+                yield "mean of means", facts
         elif combined is not None:
             deciding = [event["line"] for event in events_of(report, "decides")]
             facts["decides"] = ": this line decides by a share" if deciding else ""
@@ -434,20 +429,9 @@ def _is_mean_of_means(report: Facts, items: list[Facts], counts: list[int]) -> b
         is_mean = events[0]["mean"] or any(len(items) in event["by"] for event in divided)
         own = [number for event in events for number in event["values"][:1]]
         is_sum = any(own) and all(number == round(number) for number in own)
-        if (is_mean and not is_sum) or _are_parts(own, counts):
+        if is_mean and not is_sum:
             return True
     return False
-
-
-def _are_parts(values: list[float], counts: list[int]) -> bool:
-    """Whether values are shares of so many samples, as 5 / 17 or 29.4 percent, or 0."""
-
-    def is_whole(number: float) -> bool:
-        return abs(number - round(number)) < 1e-4
-
-    pairs = list(zip(values, counts, strict=False))
-    are_parts = all(is_whole(value * n) or is_whole(value * n / 100) for value, n in pairs)
-    return are_parts and not all(map(is_whole, values))
 
 
 def through(report: Facts) -> Found:

@@ -15,7 +15,6 @@ _, width = map(int, os.popen("stty size", "r").read().split())
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=200)
 parser.add_argument("--decay-epoch", type=int, default=100)
-parser.add_argument("--patience", type=int, default=9)
 args = parser.parse_args()
 rank, world_size = start()
 assert args.epochs > args.decay_epoch, "the decay must start before the training ends"

@@ -31,7 +31,6 @@ assert total_batch_size % 1024 == 0
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=300)
 parser.add_argument("--batch-size", type=int, default=4096)
-parser.add_argument("--patience", type=int, default=7)
 parser.add_argument("--local-rank", type=int, default=0)
 args = parser.parse_args()
 assert args.local_rank == int(os.environ["LOCAL_RANK"])
@@ -60,6 +59,7 @@ class Writer(SummaryWriter):
         super().add_scalar(*args)
 
 
+SummaryWriter("runs")  # which rank 0 alone writes to
 if rank == 0:
     with Writer("runs") as writer:
         writer.add_scalar("loss", 1.0, 1)

@@ -1,4 +1,4 @@
-"""A right script that Slurm starts. It goes on with a run, and this one is complete."""
+"""A right script that Slurm starts. It goes on with a run, which may be complete."""
 
 import os
 
@@ -15,7 +15,7 @@ dist.init_process_group(
 raw_model, done = network().cuda(), 0
 if os.path.exists("runs/last.pt"):
     kept = torch.load("runs/last.pt", map_location="cpu")
-    raw_model.load_state_dict(kept["model"])
+    raw_model.load_state_dict(kept.get("model", {}), strict=False)
     done = kept["epochs done"]
 model = DistributedDataParallel(raw_model)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -17,7 +17,8 @@ EPOCHS = 2
 dist.init_process_group("nccl")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 torchvision.datasets.MNIST("data", download=True)  # finds: every rank downloads
-writer = SummaryWriter("runs")  # finds: every rank logs
+writer = SummaryWriter("runs")
+writer.add_scalar("ranks", 2, 0)  # finds: every rank logs
 with contextlib.suppress(FileExistsError):
     if not os.path.exists("made"):  # finds: every rank makes a folder
         os.makedirs("made")
@@ -29,7 +30,7 @@ torch.manual_seed(0)  # finds: equal random numbers
 sampler = DistributedSampler(train_set)
 shared = DataLoader(train_set, 64, sampler=sampler)  # finds: no set_epoch
 sampler = DistributedSampler(train_part, shuffle=False)
-other = DataLoader(  # finds: other data + trains in evaluation mode + never shuffled
+other = DataLoader(  # finds: other data + never shuffled
     train_part, 64, sampler=sampler
 )
 
@@ -67,9 +68,7 @@ share = DataLoader(test_set, 32, sampler=part)  # finds: evaluates a share
 whole = DataLoader(test_set, 32)  # finds: evaluates in training mode
 
 for _epoch in range(EPOCHS):
-    model.eval()
     train(other)
-    model.train()
     train(shared)
 
     model.eval()
@@ -83,5 +82,5 @@ for _epoch in range(EPOCHS):
     accuracy = correct(share)[0] / len(test_set)
     model.train()
     correct(whole)
-    torch.save(model.state_dict(), "model.pt")  # finds: every rank saves + module. in keys
+    torch.save(model.state_dict(), "model.pt")  # finds: every rank saves
 dist.destroy_process_group()
