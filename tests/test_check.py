@@ -99,6 +99,16 @@ def test_a_right_script_is_clean_from_any_folder_and_what_is_not_seen_is_said(tm
     assert sorted(path.name for path in own.iterdir()) == ["common.py", "right.py"]
 
 
+def test_a_module_that_pythonpath_names_is_part_of_the_project(tmp_path):
+    """Its numbers are made small, and its lines are named."""
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "setup.py").write_text("")
+    (tmp_path / "settings.py").write_text("epochs = 90")
+    (tmp_path / "tools/own.py").write_text("import settings; raise ValueError(settings.epochs)")
+    ended = run(sys.executable, CHECK, "tools/own.py", cwd=tmp_path, PYTHONPATH=".")
+    assert "ValueError: 2" in ended.stdout, ended.text
+
+
 def test_a_command_that_cannot_work_says_why(tmp_path):
     (tmp_path / "own.py").write_text("")
     for words, said in {
@@ -200,7 +210,7 @@ def test_slurm_is_played_and_a_finished_run_in_the_folder_is_named(tmp_path):
     (tmp_path / "runs").mkdir()
     torch.save({"epochs done": 5}, tmp_path / "runs/last.pt")
     found = checked(tmp_path, "slurm.py")
-    assert "no step of an optimizer in two epochs (after it loaded runs/last.pt)" in str(found)
+    assert f"it made no step of an optimizer in two epochs (after it loaded {tmp_path}" in str(found)
     assert found["status"] == 3
 
 

@@ -8,6 +8,7 @@ import contextlib
 import importlib.machinery as machinery
 import inspect
 import os
+import re
 import sys
 import threading
 import types
@@ -33,6 +34,7 @@ class Stub(MagicMock):
         pass
 
 
+OTHER_TYPES = re.compile("not implemented for|same dtype|should be the same|expected scalar type")
 _current = 0
 _visible: list[str] = []  # the GPUs that this process sees, since it first used one
 
@@ -74,14 +76,15 @@ def set_device(device: Any) -> Stub:
 
 
 def computed(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result of a function, in float32 where only GPUs have it for a type."""
+    """Return the result of a function, in float32 where only GPUs or autocast have its types."""
     try:
         return func(*args, **kwargs)
     except RuntimeError as error:
-        if "not implemented for" not in str(error):
+        if not OTHER_TYPES.search(str(error)):
             raise
         floats = [item.float() if isinstance(item, Tensor) else item for item in args]
-        return func(*floats, **kwargs).to(args[0].dtype)
+        result = func(*floats, **kwargs)
+        return result.to(args[0].dtype) if isinstance(result, Tensor) else result
 
 
 class Devices(TorchFunctionMode):

@@ -29,7 +29,7 @@ from record import replaces, state
 
 FOREIGN = "pytorch_lightning|lightning|accelerate|deepspeed|horovod|colossalai|ray"
 # What a rank may leave out on its own, and what it may decide on its own.
-LEAVES_OUT = re.compile(r"^ *if\b.*(?:isfinite|isnan|isinf).*loss.*:(?:.*\n){1,4}? *continue", re.M)
+LEAVES_OUT = re.compile(r"^ *if\b(?=.*loss).*(?:finite|nan|inf)\b.*:(?:.*\n){1,4}? *continue", re.M)
 DIVIDES = re.compile(  # a loss by the number of ranks, before its backward
     r"^ *(\w*loss\w*) *(?:/=|=.*/) *[\w.]*(?:world|gpus|nprocs|ranks).*\n(?:.*\n){0,4}?"
     r".*\b\1\b.*backward\(",

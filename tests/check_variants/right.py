@@ -37,9 +37,11 @@ assert args.local_rank == int(os.environ["LOCAL_RANK"])
 
 rank, world_size = start()
 torch.ones(2, device="cuda")
-thread = threading.Thread(target=lambda: torch.ones(2).cuda())
+made: list[torch.Tensor] = []
+thread = threading.Thread(target=lambda: made.append(torch.arange(4).cuda()))
 thread.start()
 thread.join()
+assert torch.histc(made[0], bins=4).dtype == torch.int64  # CPUs have it for floats alone
 with open("lock", "w") as file:
     fcntl.flock(file, fcntl.LOCK_EX)
     torch.save(torch.ones(2), "shared.pt")  # one rank after the other
@@ -99,7 +101,7 @@ for epoch in range(args.epochs):
             teacher(images)
         model.require_backward_grad_sync = number % 2 == 1
         with torch.autocast("cuda", torch.float16):
-            loss = F.cross_entropy(model(images), labels)
+            loss = F.cross_entropy(model(images.half()), labels)
         scaler.scale(loss).backward()
         scheduler.step()
         if number % 2 == 1:
