@@ -24,7 +24,6 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 BATCHES = 4  # of each rank in an epoch, if the script has no smaller ones
 COMPARED = 6  # samples of a data set whose content is compared
 READ = 100  # batches of a stream that are counted after its end here
-KEPT = 8  # data sets whose content is known
 NO_WORKERS = {"num_workers": 0, "timeout": 0, "multiprocessing_context": None}
 NO_WORKERS |= {"prefetch_factor": None, "persistent_workers": False, "pin_memory": False}
 GENERATORS: dict[str, tuple[Any, Any, Any, str]] = {  # get and set a state, and who seeds
@@ -158,8 +157,6 @@ def content(dataset: Any) -> list[int]:
                         seed(index)
                     look.append(digest(dataset[index]))
         _contents[id(dataset)] = dataset, looks[0] if looks[0] == looks[1] else []
-        if len(_contents) > KEPT:
-            del _contents[next(iter(_contents))]
     return _contents[id(dataset)][1]
 
 
@@ -209,7 +206,7 @@ class Pass:
         if not self.trained and not self.evaluated and self.mode is not False:
             _counts[self.key] -= 1  # it has only looked at the model
             return
-        names = ("begun", "number", "complete", "length", "content", "indices", "samples", "reads")
+        names = ("begun", "number", "complete", "length", "content", "indices", "samples")
         facts = self.facts | {name: getattr(self, name) for name in names}
         facts["tested"] = list(self.tested.values())
         facts |= {"use": "training" if self.trained else "evaluation"}

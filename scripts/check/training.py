@@ -32,7 +32,6 @@ COLLECTIVES = (
 )
 SENT = ("obj", "tensor", "input_tensor", "input", "input_list")  # arguments that a rank gives
 MOST_VALUES = 64  # of a result of an evaluation
-PART = 2**16  # values that are added up at a time, so that this takes little memory
 SHOWN = 40  # steps of an optimizer that are compared
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 DIVISIONS = ("div", "div_", "__truediv__", "__itruediv__")
@@ -296,12 +295,8 @@ def _sums(tensor: Any) -> Sums:
     if tensor is None:
         return None
     tensor = tensor.coalesce().values() if tensor.is_sparse else tensor
-    total = squares = 0.0
-    for part in tensor.detach().flatten().split(PART):
-        values = part.double()
-        total += values.sum().item()
-        squares += (values @ values.abs()).item()
-    return total, squares
+    values = tensor.detach().flatten().double()
+    return values.sum().item(), (values @ values.abs()).item()
 
 
 def _name_all() -> None:
