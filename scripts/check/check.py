@@ -89,7 +89,7 @@ def check(script: Path, package: str | None, args: argparse.Namespace) -> verdic
         has_changes = any(end.get("changed") for end in told["ends"].values())
         if not is_small and "time" in hows:
             break  # the numbers are not the reason
-        report = told | {"failed": "" if is_small else verdict.failed(report)}
+        report = told | {"failed": "" if is_small else report["failed"] or verdict.failed(report)}
         has_failed = hows & {"error", "waited"}
         is_elsewhere = OTHERS.search(text) and wanted["mode"] == "torchrun"
         if is_elsewhere and ("group" not in kinds or "error" in hows):
@@ -99,7 +99,7 @@ def check(script: Path, package: str | None, args: argparse.Namespace) -> verdic
             wanted = wanted | {"finds_unused": True}
         elif has_failed and is_small and ("group" in kinds or has_changes):
             wanted = wanted | {"size": 1}
-        elif "error" in hows and "step" in kinds:
+        elif "error" in hows and any(e.get("use") == "evaluation" for e in told["events"]):
             wanted = wanted | {"size": 2}
         for end in report["ends"].values():
             if "wants" in end:
