@@ -350,7 +350,7 @@ def inputs(report: Facts) -> Found:
 
 def evaluation(report: Facts) -> Found:
     """Find evaluations of which each rank makes a share, and results that are not of the whole."""
-    trained = {str(item[of]) for item in _trainings(report) for of in ("content", "key")}
+    trained = {str(item[of] or 0) for item in _trainings(report) for of in ("content", "key")}
     for items in _passes(report, "evaluation"):
         first = items[0]
         counts = [len(item["samples"]) for item in items]
