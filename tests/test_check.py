@@ -99,6 +99,7 @@ def test_a_right_script_is_clean_from_any_folder_and_what_is_not_seen_is_said(tm
     assert sorted(path.name for path in own.iterdir()) == ["common.py", "right.py"]
 
 
+@pytest.mark.slow
 def test_a_module_that_pythonpath_names_is_part_of_the_project(tmp_path):
     """So its numbers are made small, and the script ends at once."""
     (tmp_path / "tools").mkdir()
