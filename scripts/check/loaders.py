@@ -124,10 +124,10 @@ def tell_draws(where: str, before: dict[str, int], key: str = "", seed: int | No
     for name, after in marks().items():
         if after != before.get(name, after):
             same = (where, key, name, before[name] if seed is None else seed)
-            line = seeded(name if seed is None else "torch")  # which gives workers their seeds
-            facts = {"where": where, "name": name, "drawn_by": key} | line
+            source = name if seed is None else "torch"  # which gives workers their seeds
+            facts = {"where": where, "name": name, "drawn_by": key} | seeded(source)
             record.tell("equal random numbers", same=same, **facts)
-            _, own = seeds.get(name if seed is None else "torch", ("", None))
+            own = seeds.get(source, ("", None))[1]
             if own is not None:  # a rank may have drawn more, but not each of many ranks
                 facts["where"] += f", or would with more ranks: each is seeded with {own}"
                 record.tell("equal random numbers", same=(where, key, name, "seed", own), **facts)

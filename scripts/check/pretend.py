@@ -99,8 +99,6 @@ class Devices(TorchFunctionMode):
             return args[0]
         if func is Tensor.get_device:
             return _current
-        if func is Tensor.type and isinstance(args[-1], str):
-            args = (args[0], args[-1].replace("torch.cuda", "torch"))
         if index_of(device) is not None:
             use(device)
             args = (args[0], "cpu", *args[2:]) if is_first else args
@@ -296,9 +294,7 @@ SETS: dict[str, Any] = {  # torchvision's: an image's shape, classes, training a
     "FashionMNIST": ((28, 28), 10, 60000, 10000),
     "CIFAR10": ((32, 32, 3), 10, 50000, 10000),
     "CIFAR100": ((32, 32, 3), 100, 50000, 10000),
-    "KMNIST": ((28, 28), 10, 60000, 10000),
     "SVHN": ((32, 32, 3), 10, 73257, 26032),
-    "STL10": ((96, 96, 3), 10, 5000, 8000),
     "ImageNet": ((256, 256, 3), 1000, 1281167, 50000),
     "ImageFolder": ((256, 256, 3), 2, 2048, 512),
 }

@@ -162,12 +162,14 @@ def compiled(data: Any, path: str) -> types.CodeType:
 
 
 def _tell_loads(text: str, path: str) -> None:
-    """Tell the calls of torch.load that do not say where the tensors go."""
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
-            given = {keyword.arg for keyword in node.keywords}
-            if len(node.args) < 2 and not given & {"map_location", None}:
-                record.tell("loads onto one GPU", line=record.place(path, node.lineno))
+    """Tell the calls of torch.load that do not say where the tensors go, as no other does."""
+    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call) and node.args]
+    loads = [call for call in calls if ast.unparse(call.func) == "torch.load"]
+    mapped = [call for call in loads if len(call.args) > 1 or "map_location" in ast.unparse(call)]
+    placed = {ast.unparse(call.args[0]) for call in mapped}
+    for call in loads:
+        if ast.unparse(call.args[0]) not in placed:
+            record.tell("loads onto one GPU", line=record.place(path, call.lineno))
 
 
 def _run_started(processes: list[Any] | None = None) -> None:

@@ -127,7 +127,10 @@ for epoch in range(args.epochs):
     if rank == 0:
         torch.save(raw_model.state_dict(), "model.pt")
     dist.barrier()
-    torch.load("model.pt", map_location="cuda")
+    if torch.cuda.is_available():
+        raw_model.load_state_dict(torch.load("model.pt", map_location=f"cuda:{rank}"))
+    else:
+        raw_model.load_state_dict(torch.load("model.pt"))
     with torch.no_grad():
         average(images)
         for images, _ in loader:  # the training data, too, with the loader of the training
