@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from tests.processes import (
+    ROOT,
     distance,
     finish,
     recorded,
     run,
     said_by_ranks,
+    succeed,
     torchrun,
     wait_until,
 )
@@ -173,6 +175,14 @@ def test_a_step_waits_for_its_gpu_only_to_report_and_to_vote(training, tmp_path)
         assert told.count("copy pinned to gpu") >= steps
         assert told.count("wait for a stream") < steps
         assert told.count("copy pageable to gpu") < steps
+
+
+def test_the_doctor_measures_two_gpus_over_nccl():
+    doctor = ROOT / "scripts" / "tools" / "doctor.py"
+    lines = succeed(*torchrun(2, doctor, "--pairs")).stdout.splitlines()
+    assert lines[-3].startswith("nccl all-reduce 268,435,456 B")
+    assert " and rank 1 on " in lines[-2]
+    assert lines[-1] == "OK"
 
 
 # A few steps of DDP with four buckets.

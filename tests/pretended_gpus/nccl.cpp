@@ -33,12 +33,13 @@ struct Exchange {
         std::atomic<int> gpu;
         std::atomic<uint64_t> barriers;  // how many it has reached
         uint64_t call;                   // a number for the collective that it is in
+        std::atomic<int> addressee;      // who may read its data, plus one, or 0
     };
     Rank ranks[MOST_RANKS];
     char data[MOST_RANKS][PIECE];
 };
 
-enum class Collective { ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER };
+enum class Collective { ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, SEND, RECEIVE };
 
 struct Arguments {
     Collective collective;
@@ -47,7 +48,7 @@ struct Arguments {
     size_t count;
     ncclDataType_t type;
     ncclRedOp_t op;
-    int root;
+    int root;  // or the other rank of a SEND or RECEIVE
 };
 
 std::string last_error;
@@ -117,6 +118,7 @@ struct ncclComm {
     }
 
     void run(const Arguments& arguments);
+    void run_with_one(const Arguments& arguments);
 };
 
 namespace {
@@ -169,7 +171,34 @@ uint64_t number(const Arguments& arguments) {
 }
 }  // namespace
 
+// Send to one other rank, or receive from it.
+void ncclComm::run_with_one(const Arguments& arguments) {
+    const size_t bytes = arguments.count * size_of(arguments.type);
+    const bool sends = arguments.collective == Collective::SEND;
+    const int sender = sends ? rank : arguments.root;
+    const int receiver = sends ? arguments.root : rank;
+    char* data = exchange->data[sender];
+    std::atomic<int>& addressee = exchange->ranks[sender].addressee;
+    auto wait_for = [&](int value) {
+        while (addressee != value && !is_aborted) usleep(50);
+        return !is_aborted;
+    };
+    for (size_t begin = 0; begin < bytes; begin += PIECE) {
+        const size_t length = std::min(PIECE, bytes - begin);
+        if (sends) {
+            memcpy(data, arguments.send + begin, length);
+            addressee = receiver + 1;
+            if (!wait_for(0)) return;
+        } else {
+            if (!wait_for(receiver + 1)) return;
+            memcpy(arguments.receive + begin, data, length);
+            addressee = 0;
+        }
+    }
+}
+
 void ncclComm::run(const Arguments& arguments) {
+    if (arguments.collective >= Collective::SEND) return run_with_one(arguments);
     const uint64_t call = number(arguments);
     const size_t bytes = arguments.count * size_of(arguments.type);
     const bool is_scattered = arguments.collective == Collective::REDUCE_SCATTER;
@@ -207,6 +236,8 @@ void ncclComm::run(const Arguments& arguments) {
                 for (int other = 0; other < size; other++) {
                     memcpy(receive + other * bytes, exchange->data[other], length);
                 }
+                break;
+            default: break;  // see run_with_one
         }
         if (!barrier(call)) return;  // before anybody sends the next piece
     }
@@ -408,4 +439,16 @@ API ncclResult_t ncclAllGather(const void* send, void* receive, size_t count, nc
         "all_gather",
         {Collective::ALL_GATHER, (const char*)send, (char*)receive, count, type, ncclSum, 0}, comm,
         stream);
+}
+
+API ncclResult_t ncclSend(const void* send, size_t count, ncclDataType_t type, int peer,
+                          ncclComm_t comm, cudaStream_t stream) {
+    return start("send", {Collective::SEND, (const char*)send, nullptr, count, type, ncclSum, peer},
+                 comm, stream);
+}
+
+API ncclResult_t ncclRecv(void* receive, size_t count, ncclDataType_t type, int peer,
+                          ncclComm_t comm, cudaStream_t stream) {
+    return start("recv", {Collective::RECEIVE, nullptr, (char*)receive, count, type, ncclSum, peer},
+                 comm, stream);
 }
