@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from scripts.tools import benchmark, doctor
-from tests.processes import ROOT, finish, run, start, succeed, torchrun
+from tests.processes import ROOT, finish, free_port, run, start, succeed, torchrun
 
 DOCTOR = ROOT / "scripts" / "tools" / "doctor.py"
 BENCHMARK = ROOT / "scripts" / "tools" / "benchmark.py"
@@ -19,11 +19,7 @@ def healthy(rank):
     """Return the facts of one of four ranks, on two machines with two GPUs each."""
     host = f"node{rank // 2}"
     facts = {"host": host, "versions": "torch 2.15", "interface": None, "shm": 1024}
-    # The connection to rank 0's store. Rank 0 serves it, and sees none of its own.
     facts |= {"name_leads_to": f"10.0.0.{rank // 2 + 1}"}
-    facts |= {"address": facts["name_leads_to"], "master": "10.0.0.1"}
-    if rank == 0:
-        facts |= {"address": None, "master": None}
     return facts | {"gpu": f"GPU {rank % 2} of {host}", "free": 79.0, "memory": 80.0}
 
 
@@ -56,9 +52,7 @@ def test_a_rank_without_a_gpu_among_others_is_an_error():
 
 @pytest.mark.slow
 def test_the_doctor_names_who_is_missing_and_who_came_twice():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    meeting = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    meeting = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, DOCTOR, "--timeout", 30]
     processes = [start(*command, RANK=rank, **meeting) for rank in "022"]
     first, again, also = map(finish, processes)
@@ -69,12 +63,14 @@ def test_the_doctor_names_who_is_missing_and_who_came_twice():
     assert (first.text + again.text + also.text).count("\n") == 2, "a line each"
 
 
-def test_the_doctor_names_the_address_that_other_machines_see():
-    """On Debian the name of a machine leads to 127.0.1.1, also if it is MASTER_ADDR."""
-    ranks = [healthy(rank) for rank in range(4)]
-    ranks[0] |= {"name_leads_to": "127.0.1.1", "address": "127.0.0.1", "master": "127.0.1.1"}
-    (warning,) = (line for line in doctor.examine(ranks) if line.startswith("warning"))
-    assert "write 10.0.0.1 into its /etc/hosts" in warning
+@pytest.mark.slow
+def test_the_doctor_names_who_counts_otherwise():
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, DOCTOR, "--timeout", 10]
+    processes = [start(*command, RANK=r, WORLD_SIZE=size, **place) for r, size in ("02", "13")]
+    first, second = map(finish, processes)
+    assert (first.status, second.status) == (1, 1)
+    assert "different WORLD_SIZE, {0: 2, 1: 3}" in first.stderr
 
 
 @pytest.mark.slow

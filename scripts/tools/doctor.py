@@ -73,14 +73,10 @@ def lookup(name: str) -> str | None:
     return None
 
 
-def connect(seconds: float) -> tuple[dist.Store, Facts]:
-    """Return the store at MASTER_ADDR and MASTER_PORT, and the two addresses of the connection.
-
-    Rank 0 serves the store, or torchrun does. A rank that serves it knows no addresses.
-    """
+def connect(seconds: float) -> dist.Store:
+    """Return the store at MASTER_ADDR and MASTER_PORT, which rank 0 serves, or torchrun."""
     is_server = RANK == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     where = f"{ADDRESS}:{PORT} (MASTER_ADDR, MASTER_PORT)"
-    addresses: Facts = {"address": None, "master": None}
     found = lookup(ADDRESS)
     if found is None:
         stop(f"MASTER_ADDR={ADDRESS} is no name that this machine knows: use rank 0's address")
@@ -88,8 +84,7 @@ def connect(seconds: float) -> tuple[dist.Store, Facts]:
     limit(seconds, "")
     while not is_server:
         try:
-            with socket.create_connection((ADDRESS, PORT), timeout=2) as link:
-                addresses = {"address": link.getsockname()[0], "master": link.getpeername()[0]}
+            socket.create_connection((ADDRESS, PORT), timeout=2).close()
             break
         except OSError as error:
             deadline[1] = f"no rank 0 at {where}{own}, {error}: not started, or a firewall?"
@@ -105,8 +100,7 @@ def connect(seconds: float) -> tuple[dist.Store, Facts]:
         if "EADDRINUSE" in str(error):
             doubt = f"port {PORT} is in use, by another program or a second rank 0: choose another"
         stop(doubt)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps the store
-    return dist.PrefixStore(f"doctor {attempt}", store), addresses
+    return dist.PrefixStore("doctor", store)
 
 
 def call_the_roll(store: dist.Store, seconds: float) -> None:
@@ -118,11 +112,8 @@ def call_the_roll(store: dist.Store, seconds: float) -> None:
     if number > 1:
         first, _ = json.loads(store.get(f"{RANK}/1"))
         stop(f"this rank was started twice, {first} and {me}: give each process its own RANK")
-    missing = ""
-    try:
+    with suppress(RuntimeError):  # a rank has not come in time
         store.wait([f"{r}/1" for r in range(WORLD_SIZE)], timedelta(seconds=seconds))
-    except RuntimeError:
-        missing = f"missing after {seconds:g} s: rank "
     try:
         came = [r for r in range(WORLD_SIZE) if store.check([f"{r}/1"])]
         names, sizes = zip(*(json.loads(store.get(f"{r}/1")) for r in came), strict=True)
@@ -131,13 +122,13 @@ def call_the_roll(store: dist.Store, seconds: float) -> None:
     there = "; ".join(f"{r}: {name}" for r, name in zip(came, names, strict=True))
     if len(set(sizes)) > 1:
         stop(f"the ranks have different WORLD_SIZE, {dict(zip(came, sizes, strict=True))}: {there}")
-    if missing and came[0] == RANK:
-        missing += ", ".join(str(r) for r in range(WORLD_SIZE) if r not in came)
-        if (lookup(ADDRESS) or "").startswith(LOOPBACK):
-            there += f". Other machines do not find this one by MASTER_ADDR={ADDRESS}"
-        stop(f"{missing} of {WORLD_SIZE}. Started, with this MASTER_ADDR? Those here are {there}")
-    if missing:
-        raise Failure
+    if missing := [str(r) for r in range(WORLD_SIZE) if r not in came]:
+        if RANK > 0:
+            raise Failure
+        stop(
+            f"missing after {seconds:g} s: rank {', '.join(missing)} of {WORLD_SIZE}. Started, with"
+            f" this MASTER_ADDR? Those here are {there}"
+        )
 
 
 def find_facts() -> Facts:
@@ -173,21 +164,13 @@ def examine_name(facts: Facts, ranks: list[Facts]) -> Iterator[str]:
     """Yield a warning if a machine's own name does not lead to an address that others can use."""
     host = facts["host"]
     leads_to = facts["name_leads_to"]
-    others = [other for other in ranks if other["host"] != host]
-    if leads_to is None and not others:
-        yield (
-            f"warning: {host} does not know its own name, so torchrun --standalone may wait for"
-            " minutes: write the name into /etc/hosts, or pass --local-addr 127.0.0.1"
-        )
-    if others and not facts["interface"] and (leads_to is None or leads_to.startswith(LOOPBACK)):
-        # A connection to itself does not show an address that others can use.
-        address = facts["address"]
-        if address is None or address.startswith(LOOPBACK):
-            address = others[0]["master"]
+    is_alone = all(other["host"] == host for other in ranks)
+    is_found = leads_to is not None and not leads_to.startswith(LOOPBACK)
+    if not is_alone and not is_found and not facts["interface"]:
         yield (
             f"warning: on {host} the name {host} leads to {leads_to or 'no address'}, where the"
-            f" others do not find what gloo offers (on CPUs): write {address} into its /etc/hosts,"
-            " or set GLOO_SOCKET_IFNAME there to the interface with this address (ip addr)"
+            " others do not find what gloo offers (on CPUs): write the address that they use"
+            " (hostname -I) into its /etc/hosts, or set GLOO_SOCKET_IFNAME there (ip addr)"
         )
 
 
@@ -282,9 +265,9 @@ def measure(args: argparse.Namespace, store: dist.Store, ranks: list[Facts]) -> 
 
 def diagnose(args: argparse.Namespace) -> int:
     """Examine the job, print what is found, and return the exit status. Collective."""
-    store, addresses = connect(args.timeout)
+    store = connect(args.timeout)
     call_the_roll(store, args.timeout)
-    store.set(f"facts {RANK}", json.dumps(find_facts() | addresses))
+    store.set(f"facts {RANK}", json.dumps(find_facts()))
     limit(3 * args.timeout, "a rank does not answer")
     ranks = [json.loads(store.get(f"facts {r}")) for r in range(WORLD_SIZE)]
     store.set(f"done {RANK}", "")
