@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -49,21 +49,31 @@ LOOPBACK = ("127.", "::1")  # how addresses begin that only the machine itself c
 SIZES = [8 * 32**i for i in range(6)]  # bytes, from 8 to 256 MiB
 
 
-class Failure(Exception):
-    """Why this process cannot go on, or nothing if another rank says it."""
+def complaint(text: str) -> str:
+    return f"doctor.py: error: rank {RANK} on {HOST}: {text}"
 
 
 def stop(text: str) -> NoReturn:
-    raise Failure(f"doctor.py: error: rank {RANK} on {HOST}: {text}")
+    sys.exit(complaint(text))
 
 
-# Until when the next step may last, and what to say then. main() watches it.
-deadline: list[Any] = [float("inf"), ""]
+@contextmanager
+def limit(seconds: float, text: str) -> Iterator[None]:
+    """End the process with ``text`` if the block takes longer.
 
+    A call of PyTorch may wait for ever, and then no exception ends it.
+    """
 
-def limit(seconds: float, text: str) -> None:
-    """End the process with ``text`` if its next step takes longer. Some have no limit of theirs."""
-    deadline[:] = time.monotonic() + seconds, text
+    def end() -> None:
+        print(complaint(text), file=sys.stderr, flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def lookup(name: str) -> str | None:
@@ -81,21 +91,22 @@ def connect(seconds: float) -> dist.Store:
     if found is None:
         stop(f"MASTER_ADDR={ADDRESS} is no name that this machine knows: use rank 0's address")
     own = f", which is always the machine itself ({found})" * found.startswith(LOOPBACK)
-    limit(seconds, "")
+    end = time.monotonic() + seconds
     while not is_server:
         try:
             socket.create_connection((ADDRESS, PORT), timeout=2).close()
             break
         except OSError as error:
-            deadline[1] = f"no rank 0 at {where}{own}, {error}: not started, or a firewall?"
+            if time.monotonic() > end:
+                stop(f"no rank 0 at {where}{own}, {error}: not started, or a firewall?")
             time.sleep(0.2)
     doubt = f"does MASTER_ADDR={ADDRESS} lead to this machine? {PORT} may be in use on the other"
     if not is_server:
         doubt = f"another program answers at {where}: choose another MASTER_PORT"
     timeout = timedelta(seconds=seconds)
-    limit(seconds + 5, doubt)
     try:
-        store = dist.TCPStore(ADDRESS, PORT, None, is_server, timeout, wait_for_workers=False)
+        with limit(seconds + 5, doubt):
+            store = dist.TCPStore(ADDRESS, PORT, None, is_server, timeout, wait_for_workers=False)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             doubt = f"port {PORT} is in use, by another program or a second rank 0: choose another"
@@ -105,7 +116,6 @@ def connect(seconds: float) -> dist.Store:
 
 def call_the_roll(store: dist.Store, seconds: float) -> None:
     """Wait for all ranks, and name those that did not come, came twice, or count otherwise."""
-    limit(3 * seconds, "a rank does not answer")
     me = f"process {os.getpid()} on {HOST}"
     number = store.add(f"processes of rank {RANK}", 1)
     store.set(f"{RANK}/{number}", json.dumps([me, WORLD_SIZE]))
@@ -118,13 +128,13 @@ def call_the_roll(store: dist.Store, seconds: float) -> None:
         came = [r for r in range(WORLD_SIZE) if store.check([f"{r}/1"])]
         names, sizes = zip(*(json.loads(store.get(f"{r}/1")) for r in came), strict=True)
     except RuntimeError:  # rank 0 has ended, after it said the same
-        raise Failure from None
+        sys.exit(1)
     there = "; ".join(f"{r}: {name}" for r, name in zip(came, names, strict=True))
     if len(set(sizes)) > 1:
         stop(f"the ranks have different WORLD_SIZE, {dict(zip(came, sizes, strict=True))}: {there}")
     if missing := [str(r) for r in range(WORLD_SIZE) if r not in came]:
         if RANK > 0:
-            raise Failure
+            sys.exit(1)
         stop(
             f"missing after {seconds:g} s: rank {', '.join(missing)} of {WORLD_SIZE}. Started, with"
             f" this MASTER_ADDR? Those here are {there}"
@@ -266,23 +276,23 @@ def measure(args: argparse.Namespace, store: dist.Store, ranks: list[Facts]) -> 
 def diagnose(args: argparse.Namespace) -> int:
     """Examine the job, print what is found, and return the exit status. Collective."""
     store = connect(args.timeout)
-    call_the_roll(store, args.timeout)
-    store.set(f"facts {RANK}", json.dumps(find_facts()))
-    limit(3 * args.timeout, "a rank does not answer")
-    ranks = [json.loads(store.get(f"facts {r}")) for r in range(WORLD_SIZE)]
-    store.set(f"done {RANK}", "")
-    if RANK == 0:  # which serves the store, so it must not end before the others have read it
-        store.wait([f"done {r}" for r in range(WORLD_SIZE)])
+    with limit(6 * args.timeout, "a rank does not answer"):
+        call_the_roll(store, args.timeout)
+        store.set(f"facts {RANK}", json.dumps(find_facts()))
+        ranks = [json.loads(store.get(f"facts {r}")) for r in range(WORLD_SIZE)]
+        store.set(f"done {RANK}", "")
+        if RANK == 0:  # which serves the store, so it must not end before the others have read it
+            store.wait([f"done {r}" for r in range(WORLD_SIZE)])
     findings = list(examine(ranks))  # the same on all ranks
     rows = []
     say = print if RANK == 0 and not args.json else lambda *lines, **options: None
     say(*findings, sep="\n", flush=True)
     if WORLD_SIZE > 1 and not any(line.startswith("error") for line in findings):
-        limit(9 * args.timeout, "a rank does not answer: is there a firewall?")
         try:
-            for row in measure(args, store, ranks):
-                rows.append(row)
-                say(row["text"], flush=True)
+            with limit(9 * args.timeout, "a rank does not answer: is there a firewall?"):
+                for row in measure(args, store, ranks):
+                    rows.append(row)
+                    say(row["text"], flush=True)
         except RuntimeError as error:
             hint = ". Rank 0's warnings about names say why" * (" the name " in str(findings))
             stop(f"{' '.join(str(error).split())[:300]}{hint}")
@@ -311,24 +321,7 @@ def main() -> int:
         parser.error(f"RANK={RANK} is not below WORLD_SIZE={WORLD_SIZE}: the first rank is 0")
     if args.min_gbps and WORLD_SIZE == 1:
         parser.error("--min-gbps needs two processes, between which something is sent")
-    ends: list[int] = []
-
-    def work() -> None:
-        try:
-            ends.append(diagnose(args))
-        except Failure as failure:
-            print(failure, end="\n" if str(failure) else "", file=sys.stderr, flush=True)
-
-    # A call of PyTorch may wait for ever, and then no signal ends it. So this thread watches.
-    worker = threading.Thread(target=work, daemon=True)
-    worker.start()
-    while worker.is_alive():
-        worker.join(0.1)
-        end, text = deadline
-        if worker.is_alive() and time.monotonic() > end:
-            print(f"doctor.py: error: rank {RANK} on {HOST}: {text}", file=sys.stderr)
-            return 1
-    return ends[0] if ends else 1
+    return diagnose(args)
 
 
 if __name__ == "__main__":
