@@ -250,7 +250,9 @@ class Slurm:
 @pytest.fixture
 def slurm(tmp_path, two_machines):
     need("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
-    return Slurm(tmp_path / "slurm", two_machines)
+    cluster = Slurm(tmp_path / "slurm", two_machines)
+    yield cluster
+    print(cluster.output.read_text())  # which pytest shows if the test has failed
 
 
 def test_a_job_of_slurm_goes_on_after_its_time_limit_and_is_saved_when_cancelled(slurm, training):
@@ -259,7 +261,7 @@ def test_a_job_of_slurm_goes_on_after_its_time_limit_and_is_saved_when_cancelled
     slurm.wait_for(number, f"The run is saved. Job {number} is queued again")
     step = saved_step(training)
     assert step > 0
-    slurm.wait_for(number, "Restarts=1")
+    slurm.wait_for(number, "JobState=PENDING")
     slurm.run("scontrol", "update", f"JobId={number}", "StartTime=now")  # it would wait for minutes
     slurm.wait_for(number, f"job {number}, attempt 2")
     wait_until(lambda: saved_step(training) > step, seconds=LONG)  # an epoch is complete

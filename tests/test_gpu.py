@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 
 import psutil
@@ -13,14 +14,17 @@ from tests.processes import (
     ROOT,
     distance,
     finish,
+    free_port,
     recorded,
     run,
     said_by_ranks,
+    start,
     succeed,
     torchrun,
     wait_until,
 )
 
+DOCTOR = ROOT / "scripts" / "tools" / "doctor.py"
 SHORT = ["--no-tensorboard", "--warmup-epochs", 0, "--max-steps"]
 # These networks compute in float64, so that no rounding shows.
 MLP = [*SHORT, 20, "--no-augment", "--max-grad-norm", 0.5]
@@ -178,11 +182,24 @@ def test_a_step_waits_for_its_gpu_only_to_report_and_to_vote(training, tmp_path)
 
 
 def test_the_doctor_measures_two_gpus_over_nccl():
-    doctor = ROOT / "scripts" / "tools" / "doctor.py"
-    lines = succeed(*torchrun(2, doctor, "--pairs")).stdout.splitlines()
+    lines = succeed(*torchrun(2, DOCTOR, "--pairs")).stdout.splitlines()
     assert lines[-3].startswith("nccl all-reduce 268,435,456 B")
     assert " and rank 1 on " in lines[-2]
     assert lines[-1] == "OK"
+
+
+def test_the_doctor_says_that_a_rank_does_not_answer_over_nccl():
+    """NCCL's watchdog would abort it without a word."""
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, DOCTOR, "--timeout", 10]
+    first, second = (start(*command, RANK=rank, LOCAL_RANK=rank, **job) for rank in "01")
+    while "all-reduce" not in first.stdout.readline():
+        assert first.poll() is None, finish(first).text
+    second.send_signal(signal.SIGSTOP)
+    ended = finish(first)
+    second.kill()
+    assert ended.status == 1, ended.text
+    assert "a rank does not answer: is there a firewall?" in ended.stderr
 
 
 # A few steps of DDP with four buckets.

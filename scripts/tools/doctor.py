@@ -251,7 +251,8 @@ def measure(args: argparse.Namespace, store: dist.Store, ranks: list[Facts]) -> 
     """Yield the rows of the table, then those of the pairs, as this rank sees them. Collective."""
     backend = args.backend or ("nccl" if torch.cuda.is_available() else "gloo")
     device = torch.device("cpu" if backend == "gloo" else f"cuda:{torch.cuda.current_device()}")
-    timeout = timedelta(seconds=args.timeout)
+    # After this time NCCL's watchdog aborts the process without a word, so limited() comes first.
+    timeout = timedelta(seconds=args.timeout if backend == "gloo" else 10 * args.timeout)
     gpu = device if device.type == "cuda" else None
     dist.init_process_group(
         backend, timeout=timeout, world_size=WORLD_SIZE, rank=RANK, store=store, device_id=gpu
@@ -273,6 +274,16 @@ def measure(args: argparse.Namespace, store: dist.Store, ranks: list[Facts]) -> 
     dist.destroy_process_group()
 
 
+def limited(rows: Iterator[Facts], seconds: float) -> Iterator[Facts]:
+    """Yield the rows, and end the process if one of them takes longer."""
+    while True:
+        with limit(seconds, "a rank does not answer: is there a firewall?"):
+            row = next(rows, None)
+        if row is None:
+            return
+        yield row
+
+
 def diagnose(args: argparse.Namespace) -> int:
     """Examine the job, print what is found, and return the exit status. Collective."""
     store = connect(args.timeout)
@@ -289,10 +300,9 @@ def diagnose(args: argparse.Namespace) -> int:
     say(*findings, sep="\n", flush=True)
     if WORLD_SIZE > 1 and not any(line.startswith("error") for line in findings):
         try:
-            with limit(9 * args.timeout, "a rank does not answer: is there a firewall?"):
-                for row in measure(args, store, ranks):
-                    rows.append(row)
-                    say(row["text"], flush=True)
+            for row in limited(measure(args, store, ranks), 3 * args.timeout):
+                rows.append(row)
+                say(row["text"], flush=True)
         except RuntimeError as error:
             hint = ". Rank 0's warnings about names say why" * (" the name " in str(findings))
             stop(f"{' '.join(str(error).split())[:300]}{hint}")
