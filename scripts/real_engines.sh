@@ -4,7 +4,7 @@
 #   sudo scripts/real_engines.sh [flag of pytest...]         such as -k slurm
 #
 # For a Debian computer that you can spare: it installs packages of Debian, and needs an hour and
-# 12 GB. The second machine is a namespace of Linux, and no service listens outside of it.
+# 25 GB. The second machine is a namespace of Linux, and no service listens outside of it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
