@@ -256,8 +256,8 @@ def slurm(tmp_path, two_machines):
 
 
 def test_a_job_of_slurm_goes_on_after_its_time_limit_and_is_saved_when_cancelled(slurm, training):
-    """Slurm sends USR1 90 to 150 seconds before the four minutes are over."""
-    number = slurm.submit(training, "--time=4", script_flags=ENDLESS)
+    """Slurm sends USR1 90 to 150 seconds before the five minutes are over."""
+    number = slurm.submit(training, "--time=5", script_flags=ENDLESS)
     slurm.wait_for(number, f"The run is saved. Job {number} is queued again")
     step = saved_step(training)
     assert step > 0
