@@ -58,6 +58,13 @@ def start(*command, cwd=ROOT, **environment):
     )
 
 
+def start_rank(rank, world_size, port, *command, **more):
+    """Start one rank on this machine, with the variables of a launcher."""
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+    variables = {name: str(value) for name, value in variables.items()}
+    return start(*command, MASTER_ADDR="127.0.0.1", **variables | more)
+
+
 def finish(process, timeout=LIMIT):
     """Wait for a process. If it is still running after ``timeout`` seconds, the test fails."""
     try:
@@ -155,10 +162,8 @@ class Training:
 
     def start_rank(self, rank, world_size, port, *flags, **environment):
         """Start one rank, as a launcher would that is not PyTorch's."""
-        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        variables = {name: str(value) for name, value in variables.items()}
-        return start(sys.executable, *self.arguments("ddp", *flags), **variables | environment)
+        command = [sys.executable, *self.arguments("ddp", *flags)]
+        return start_rank(rank, world_size, port, *command, **environment)
 
 
 def wait_until(condition, process=None, seconds=LIMIT):

@@ -4,59 +4,60 @@ import sys
 
 import pytest
 
-from tests.processes import finish, free_port, start
+from tests.processes import ROOT, finish, free_port, start_rank
 
-# What a rank does after it has trained: it prints the names of the threads that gloo has left.
+# Runs a script, and prints the names of the threads that gloo has left. After "stop" the script
+# gets SIGTERM in its first step. A process of its own, because what has to be imported early may
+# have been imported in this one.
 MAIN = """
-import sys
+import os, runpy, signal, sys
+import torch
 from pathlib import Path
-{first}
-import train_ddp
-from utils.cli import parse_args
-train_ddp.train(parse_args("ddp", ""))
+how, *sys.argv = sys.argv[1:]
+step = torch.optim.SGD.step
+def step_and_stop(*args):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return step(*args)
+if how == "stop":
+    torch.optim.SGD.step = step_and_stop
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    assert end.code == (143 if how == "stop" else 0)
 names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
 print("left:", sorted(name for name in names if "gloo" in name))
 """
-# Leaves out an import at the top of train_ddp.py.
-LATE = """
-import types
-source = Path("train_ddp.py").read_text().replace("import torch.distributed.nn\\n", "")
-train_ddp = sys.modules["train_ddp"] = types.ModuleType("train_ddp")
-exec(compile(source, "train_ddp.py", "exec"), train_ddp.__dict__)
-"""
+OF_TRAINING = ["--model", "linear", "--no-tensorboard", "--max-steps", 3, "--run-dir", "run"]
 
 
-def threads_left(training, first="", ranks=2, fault="::"):
-    """Return what each rank prints about the threads of gloo after its training."""
-    flags = ["--model", "tests.user_code:network", "--no-tensorboard", "--max-steps", 25]
-    _, *flags = training.arguments("ddp", *flags)
-    common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "FAULT": fault}
-    common |= {"MASTER_PORT": str(free_port())}
-    processes = []
-    for rank in range(ranks):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        command = [sys.executable, "-c", MAIN.format(first=first), *flags]
-        processes.append(start(*command, **common | own))
-    printed = []
-    for ended in map(finish, processes):
-        assert ended.status == 0, ended.text
-        printed += [line for line in ended.stdout.splitlines() if line.startswith("left: ")]
-    return printed
+def threads_left(folder, data_dir, script, how="complete"):
+    """Return what a script prints about the threads of gloo at its end."""
+    flags = ["--data-dir", data_dir, *(OF_TRAINING if script.stem == "train_ddp" else [])]
+    command = [sys.executable, "-c", MAIN, how, script, *flags]
+    ended = finish(start_rank(0, 1, free_port(), *command, cwd=folder, PYTHONPATH=str(ROOT)))
+    assert ended.status == 0, ended.text
+    assert ("stopped" in ended.stdout) == (how == "stop")
+    return ended.stdout.splitlines()[-1]
 
 
-def test_no_thread_of_gloo_is_left_to_abort_the_process(training):
-    """In a process of its own, because another test may have imported what has to be early."""
-    assert threads_left(training, ranks=1) == ["left: []"]
+@pytest.mark.parametrize(
+    ("script", "how"),
+    [
+        ("train_ddp.py", "complete"),
+        pytest.param("train_ddp.py", "stop", marks=pytest.mark.slow),
+        pytest.param("scripts/minimal/ddp.py", "complete", marks=pytest.mark.slow),
+        pytest.param("scripts/minimal/ddp_resume.py", "complete", marks=pytest.mark.slow),
+        pytest.param("scripts/minimal/ddp_resume.py", "stop", marks=pytest.mark.slow),
+    ],
+)
+def test_no_thread_of_gloo_is_left_to_abort_the_process(script, how, digits_dir, tmp_path):
+    assert threads_left(tmp_path, digits_dir, ROOT / script, how) == "left: []"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["::", "1:13:SIGTERM"], ids=["complete", "stopped"])
-def test_no_thread_of_gloo_is_left_on_two_ranks(fault, training):
-    assert threads_left(training, fault=fault) == ["left: []"] * 2
-
-
-@pytest.mark.slow
-def test_without_the_early_import_three_threads_stay(training):
+def test_without_the_early_import_threads_stay(digits_dir, tmp_path):
     """If this fails, PyTorch has changed, and the import in the scripts can go."""
-    three = str(["gloo_tcp_loop", "pt_gloo_runloop", "pt_gloo_runloop"])
-    assert threads_left(training, LATE) == [f"left: {three}"] * 2
+    script = tmp_path / "train_ddp.py"
+    text = (ROOT / "train_ddp.py").read_text()
+    script.write_text(text.replace("import torch.distributed.nn\n", ""))
+    assert "pt_gloo_runloop" in threads_left(tmp_path, digits_dir, script)
