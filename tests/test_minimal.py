@@ -1,18 +1,23 @@
 """scripts/minimal: each file alone in an empty folder, as somebody who copies it has it."""
 
 import difflib
+import itertools
 import os
 import re
 import runpy
 import shutil
 import signal
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+import torchvision
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import Dataset
 from torchvision.datasets import MNIST
 from torchvision.transforms import ToTensor
 
@@ -158,79 +163,69 @@ def test_a_start_without_torchrun_says_how_to_start(name, alone, monkeypatch):
         runpy.run_path(str(script), run_name="__main__")
 
 
-# Scripts of DDP with other data: a folder named torchvision beside the script has a data set that
-# tells what is read, and can send a signal to its process.
-
-DATA_SET = """
-import os, time
-import torch
-
-RANK = os.environ["RANK"]
+# A run of ddp_resume.py that is interrupted
 
 
-class MNIST:
+class Watched(Dataset):
+    """Instead of MNIST: files in the folder of the script tell who downloads, and who reads what."""
+
     def __init__(self, root, train=True, transform=None, download=False):
-        self.train, self.number = train, 0
+        self.train = train
         if download and not os.path.exists("downloaded"):
-            open(f"downloaded_by_{RANK}", "w").close()
+            Path(f"downloaded_by_{os.environ['RANK']}").touch()
             time.sleep(1)
-            open("downloaded", "w").close()
+            Path("downloaded").touch()
 
     def __len__(self):
         return 960 if self.train else 50
 
     def __getitem__(self, index):
         if self.train:
-            self.number += 1
-            print(index, file=open(f"read_by_{RANK}", "a"))
-            if [RANK, str(self.number)] == os.environ.get("WHEN", "").split():
-                os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+            with open(f"read_by_{os.environ['RANK']}", "a") as file:
+                print(index, file=file)
         return torch.rand(1, 28, 28, generator=torch.Generator().manual_seed(index)), index % 10
-"""
 
 
 @pytest.fixture
-def with_data_set(alone, tmp_path):
-    """Return a function that copies a script into a folder with such a data set."""
+def resume(alone, run_ranks, tmp_path):
+    """Return a function that starts ddp_resume.py with this data set, as ``run_ranks`` does.
 
-    def copy(name, folder="alone"):
-        script = alone(name, folder)
-        package = tmp_path / folder / "torchvision"
-        package.mkdir()
-        (package / "__init__.py").touch()
-        (package / "datasets.py").write_text(DATA_SET)
-        (package / "transforms.py").write_text("ToTensor = object\n")
-        return script
+    The script saves every four steps, and ``changes`` are made in its text.
+    """
 
-    return copy
-
-
-@pytest.fixture
-def resume(with_data_set, run_ranks, tmp_path, monkeypatch):
-    """Return a function that runs ddp_resume.py with this data set, as ``run_ranks`` does."""
-
-    def run(folder, ranks, *flags, when="", signal=0, prepare=int):
+    def run(folder, ranks, *flags, changes=(), prepare=int):
         script = tmp_path / folder / "ddp_resume.py"
         if not script.exists():
-            with_data_set("ddp_resume", folder)
-        monkeypatch.setenv("WHEN", when)
-        monkeypatch.setenv("SIGNAL", str(int(signal)))
+            alone("ddp_resume", folder)
+            text = script.read_text()
+            for old, new in [("step % 100 ==", "step % 4 =="), *changes]:
+                assert text.count(old) == 1
+                text = text.replace(old, new)
+            script.write_text(text)
 
-        def forget_torchvision():
-            sys.path.insert(0, str(script.parent))
-            for name in [name for name in sys.modules if name.startswith("torchvision")]:
-                del sys.modules[name]
+        def watch():
+            torchvision.datasets.MNIST = Watched
             prepare()
 
-        return run_ranks(script, ranks, *flags, prepare=forget_torchvision)
+        return run_ranks(script, ranks, *flags, prepare=watch)
 
     return run
+
+
+def stop_rank_1_in_its_fifth_step():
+    steps = itertools.count(1)
+
+    def hook(*_):
+        if next(steps) == 5 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    register_optimizer_step_post_hook(hook)
 
 
 def test_a_stopped_run_goes_on_with_more_epochs_and_another_number_of_ranks(resume, tmp_path):
     folder = tmp_path / "run"
     flags = ["--batch-size", 24]
-    statuses, output = resume("run", 2, *flags, when=f"1 {4 * 24 + 1}", signal=signal.SIGTERM)
+    statuses, output = resume("run", 2, *flags, prepare=stop_rank_1_in_its_fifth_step)
     assert statuses == [0, 0]
     assert "stopped after 240 images of epoch 1" in output
     assert [path.name for path in folder.glob("downloaded_by_*")] == ["downloaded_by_0"]
@@ -248,34 +243,20 @@ def test_a_stopped_run_goes_on_with_more_epochs_and_another_number_of_ranks(resu
     assert reads[0][0] != reads[0][240 // 2 + 720 // 3], "each epoch has its own order"
 
 
-def test_every_parameter_group_gets_the_rate(resume, with_data_set, tmp_path):
-    script = Path(with_data_set("ddp_resume", "run"))
-    groups = "SGD([{'params': [p]} for p in model.parameters()]"
-    script.write_text(script.read_text().replace("SGD(model.parameters()", groups))
-    resume("run", 2, "--batch-size", 96)
+def test_every_parameter_group_gets_the_rate(resume, tmp_path):
+    groups = ("SGD(model.parameters()", "SGD([{'params': [p]} for p in model.parameters()]")
+    resume("run", 2, "--batch-size", 96, changes=[groups])
     saved = torch.load(tmp_path / "run" / "checkpoint.pt")["optimizer"]["param_groups"]
     assert len(saved) > 1
     assert [group["lr"] for group in saved] == pytest.approx([0.09 / 5] * len(saved))
 
 
-def test_a_killed_run_ends_in_the_weights_of_one_that_was_never_killed(resume, tmp_path):
-    """It is saved at steps 100 and 200 of an epoch, and is killed in step 150."""
-    resume("calm", 2, "--batch-size", 2)
-    statuses, _ = resume("killed", 2, "--batch-size", 2, when="0 299", signal=signal.SIGKILL)
-    assert statuses[0] == -signal.SIGKILL
-    _, output = resume("killed", 2, "--batch-size", 2)
-    assert "resume after 0 of 1 epochs, and 400 images\n" in output
-    for name in ("model.pt", "checkpoint.pt"):
-        weights = [torch.load(tmp_path / folder / name) for folder in ("calm", "killed")]
-        torch.testing.assert_close(*weights, rtol=0, atol=0)
-    assert (weights[0]["epoch"], weights[0]["seen"]) == (1, 0)
-
-
-def test_a_run_that_is_killed_while_it_saves_keeps_the_checkpoint_before(resume, tmp_path):
+def test_a_run_killed_while_it_saves_ends_in_the_weights_of_one_never_killed(resume, tmp_path):
+    """In step 12 of 20. It goes on from step 8."""
     save = torch.save
 
     def save_half(state, path):
-        if "seen" not in state or state["seen"] == 400:
+        if state["seen"] < 12 * 48:
             save(state, path)
         else:
             Path(path).write_bytes(b"half")
@@ -284,37 +265,13 @@ def test_a_run_that_is_killed_while_it_saves_keeps_the_checkpoint_before(resume,
     def prepare():
         torch.save = save_half
 
-    statuses, _ = resume("run", 2, "--batch-size", 2, prepare=prepare)
+    flags = ["--batch-size", 24]
+    resume("calm", 2, *flags)
+    statuses, _ = resume("killed", 2, *flags, prepare=prepare)
     assert statuses[0] == -signal.SIGKILL
-    assert torch.load(tmp_path / "run" / "checkpoint.pt")["seen"] == 400
-
-
-# The end
-
-THREADS = """
-import os, runpy, sys
-from pathlib import Path
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-names = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
-print(f"\\nthreads at the end: {names}\\n", end="")
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "when"),
-    [
-        ("ddp", ""),
-        pytest.param("ddp_resume", "", marks=pytest.mark.slow),
-        pytest.param("ddp_resume", "0 97", marks=pytest.mark.slow),
-    ],
-)
-def test_no_thread_is_left_that_could_abort_the_end(name, when, with_data_set):
-    script = with_data_set(name)
-    (script.parent / "threads.py").write_text(THREADS)
-    command = torchrun(1, "threads.py", script.name, "--batch-size", 96)
-    variables = {"WHEN": when, "SIGNAL": str(int(signal.SIGTERM)), "PYTHONPATH": "."}
-    ended = succeed(*command, cwd=script.parent, **variables)
-    assert ("stopped after 192 images" in ended.stdout) == bool(when)
-    [names] = re.findall(r"^threads at the end: (.*)", ended.stdout, re.M)
-    assert names.count("'") == 2, f"{names}, but the main thread alone was expected"
+    _, output = resume("killed", 2, *flags)
+    assert "resume after 0 of 1 epochs, and 384 images\n" in output
+    for name in ("model.pt", "checkpoint.pt"):
+        weights = [torch.load(tmp_path / folder / name) for folder in ("calm", "killed")]
+        torch.testing.assert_close(*weights, rtol=0, atol=0)
+    assert (weights[0]["epoch"], weights[0]["seen"]) == (1, 0)
