@@ -61,3 +61,12 @@ def test_without_the_early_import_threads_stay(digits_dir, tmp_path):
     text = (ROOT / "train_ddp.py").read_text()
     script.write_text(text.replace("import torch.distributed.nn\n", ""))
     assert "pt_gloo_runloop" in threads_left(tmp_path, digits_dir, script)
+
+
+@pytest.mark.parametrize(
+    "script", ["scripts/minimal/ddp.py", "scripts/minimal/ddp_resume.py", "docs/examples/text.py"]
+)
+def test_who_copies_a_script_gets_the_early_import(script):
+    """Its effect is not seen here, because torchvision imports the module, too."""
+    text = (ROOT / script).read_text()
+    assert text.index("\nimport torch.distributed.nn\n") < text.index("init_process_group(")

@@ -86,12 +86,12 @@ def test_a_diff_is_small_and_each_difference_has_its_reason(old, new, removed, a
     assert sum(len(before) for before, _ in hunks) <= removed
     assert sum(len(after) for _, after in hunks) <= added
 
-    texts = [text_of(name).splitlines() for name in (old, new)]
-    lines = texts[1]
-    for tag, *_, begin, end in difflib.SequenceMatcher(None, *texts, False).get_opcodes():
-        code = [x for x in lines[begin:end] if x.startswith("    ") and x.lstrip()[:1] != "#"]
-        if tag != "equal" and begin > lines.index("def main() -> None:") and code:
-            near = "\n".join(lines[begin - 4 : end])
+    before, after = (text_of(name).partition("\ndef main")[2].splitlines() for name in (old, new))
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+    for tag, _, _, begin, end in matcher.get_opcodes():
+        code = code_lines("\n".join(after[begin:end]))
+        if tag != "equal" and any(line.startswith("    ") for line in code):
+            near = "\n".join(after[begin - 4 : end])
             assert re.search(rf"# ({word}): ", near), f"no reason near {code}"
 
 
@@ -167,7 +167,7 @@ def test_a_start_without_torchrun_says_how_to_start(name, alone, monkeypatch):
 
 
 class Watched(Dataset):
-    """Instead of MNIST: files in the folder of the script tell who downloads, and who reads what."""
+    """Instead of MNIST: files beside the script tell who downloads, and who reads what."""
 
     def __init__(self, root, train=True, transform=None, download=False):
         self.train = train
