@@ -3,6 +3,7 @@
 import functools
 import importlib
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -83,9 +84,33 @@ def train(digits_dir, tmp_path, monkeypatch):
     return run
 
 
+@pytest.fixture
+def run_ranks(capfd):
+    """Return a function that runs a whole script in forked ranks, in the folder ``cwd``.
+
+    It returns the exit statuses and what was printed. ``prepare`` is called in each rank before the
+    script.
+    """
+
+    def run(script, ranks, *flags, cwd, prepare=int):
+        def execute(rank):
+            os.chdir(cwd)
+            sys.argv = [str(script), *map(str, flags)]
+            prepare()
+            runpy.run_path(str(script), run_name="__main__")
+
+        capfd.readouterr()
+        statuses = helpers.ended(*helpers.fork_ranks(execute, ranks))
+        return statuses, processes.without_gloo(capfd.readouterr().out)
+
+    return run
+
+
 @functools.cache
 def count_gpus():
     """Return the number of the user's GPUs, from another process, because this one sees none."""
+    if not shutil.which("nvidia-smi"):
+        return 0
     kept = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     shown = kept if GPUS == "all" else kept | {"CUDA_VISIBLE_DEVICES": GPUS}
     code = "from torch import cuda; print(cuda.device_count() if cuda.is_available() else 0)"

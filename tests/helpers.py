@@ -34,6 +34,13 @@ def parse(*flags, technique="single", without=(), **environment):
             signal.signal(signal.SIGTERM, handler)  # the report of an error sets another
 
 
+def train_of(text):
+    """Return the function ``train`` of the changed text of train_ddp.py."""
+    variables = {"__name__": "changed"}
+    exec(compile(text, "train_ddp.py", "exec"), variables)
+    return variables["train"]
+
+
 def fork(function, *args):
     """Start a function in a process of its own, which ``ended`` waits for."""
     process = FORK.Process(target=function, args=args)

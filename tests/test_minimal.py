@@ -21,8 +21,7 @@ from torch.utils.data import Dataset
 from torchvision.datasets import MNIST
 from torchvision.transforms import ToTensor
 
-from tests.helpers import ended, fork_ranks
-from tests.processes import ROOT, succeed, torchrun, without_gloo
+from tests.processes import ROOT, succeed, torchrun
 from tests.test_scripts import changes, code_lines
 
 FOLDER = ROOT / "scripts" / "minimal"
@@ -38,28 +37,6 @@ def alone(tmp_path):
         return Path(shutil.copy(FOLDER / f"{name}.py", tmp_path / folder))
 
     return copy
-
-
-@pytest.fixture
-def run_ranks(capfd):
-    """Return a function that runs a script in its folder: the exit statuses and the output.
-
-    The ranks are forked, which is quicker than a real start. ``prepare`` is called in each of them
-    before the script.
-    """
-
-    def run(script, ranks, *flags, prepare=int):
-        def execute(rank):
-            os.chdir(script.parent)
-            sys.argv = [script.name, *map(str, flags)]
-            prepare()
-            runpy.run_path(script.name, run_name="__main__")
-
-        capfd.readouterr()
-        statuses = ended(*fork_ranks(execute, ranks))
-        return statuses, without_gloo(capfd.readouterr().out)
-
-    return run
 
 
 def text_of(name):
@@ -119,7 +96,8 @@ def check_result(output, path, data_dir):
 @pytest.mark.slow
 def test_dp_without_gpus_trains_as_single_does(alone, run_ranks, digits_dir, tmp_path):
     for name in ("single", "dp"):
-        _, output = run_ranks(alone(name, name), 1, "--data-dir", digits_dir, "--epochs", 2)
+        flags = ["--data-dir", digits_dir, "--epochs", 2]
+        _, output = run_ranks(alone(name, name), 1, *flags, cwd=tmp_path / name)
         assert [line[:2] for line in EPOCH.findall(output)] == [("1", "0.03"), ("2", "0.03")]
         check_result(output, tmp_path / name, digits_dir)
     weights = [torch.load(tmp_path / name / "model.pt") for name in ("single", "dp")]
@@ -130,7 +108,7 @@ def test_dp_without_gpus_trains_as_single_does(alone, run_ranks, digits_dir, tmp
 def test_three_ranks_evaluate_the_saved_model_exactly(name, alone, run_ranks, digits_dir, tmp_path):
     """500 images do not divide by 3. One rank prints, and the rate follows the number of ranks."""
     flags = ["--data-dir", digits_dir, "--epochs", 2, "--batch-size", 32]
-    statuses, output = run_ranks(alone(name), 3, *flags)
+    statuses, output = run_ranks(alone(name), 3, *flags, cwd=tmp_path / "alone")
     assert statuses == [0, 0, 0]
     assert [line[:2] for line in EPOCH.findall(output)] == [("1", "0.045"), ("2", "0.045")]
     check_result(output, tmp_path / "alone", digits_dir)
@@ -207,7 +185,7 @@ def resume(alone, run_ranks, tmp_path):
             torchvision.datasets.MNIST = Watched
             prepare()
 
-        return run_ranks(script, ranks, *flags, prepare=watch)
+        return run_ranks(script, ranks, *flags, cwd=script.parent, prepare=watch)
 
     return run
 

@@ -8,17 +8,17 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist  # noqa: F401  for the snippets
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.run import get_args_parser
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import Subset, TensorDataset
 from torchvision.transforms.functional import to_pil_image
 
-from tests.helpers import in_group
-from tests.processes import ROOT, succeed, torchrun
+import train_ddp
+from tests.helpers import in_group, train_of
+from tests.processes import ROOT
 
+EXAMPLES = ROOT / "docs" / "examples"
 PATHS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
 PAGES = {str(p.relative_to(ROOT)): p.read_text() for p in PATHS}
 CHINESE = [page for page in PAGES if page.endswith(".zh-CN.md")]
@@ -44,20 +44,13 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", CHINESE)
-def test_a_chinese_page_has_the_code_of_the_english_one(page):
-    def find(text):
-        return [re.sub(r"(?m) *(#|@@|<--).*", "", block) for _, block in FENCE.findall(text)]
-
-    assert find(PAGES[page]) == find(PAGES[page.replace(".zh-CN", "")])
-
-
-@pytest.mark.parametrize("page", CHINESE)
-def test_a_chinese_page_answers_what_the_english_one_does_in_the_same_order(page):
-    """By its headings: their number, their levels, and the messages that they quote."""
+def test_a_chinese_page_has_the_parts_and_the_code_of_the_english_one(page):
+    """By the code without its comments, and by the headings: their levels, and what they quote."""
 
     def find(text):
+        code = [re.sub(r"(?m) *(#|@@|<--).*", "", block) for _, block in FENCE.findall(text)]
         headings = re.findall(r"(?m)^(#+) (.*)$", FENCE.sub("", text))
-        return [(level, re.findall("`.+?`", heading)) for level, heading in headings]
+        return code, [(level, re.findall("`.+?`", heading)) for level, heading in headings]
 
     assert find(PAGES[page]) == find(PAGES[page.replace(".zh-CN", "")])
 
@@ -122,7 +115,8 @@ def apply(diff, text):
     end = 0
     for hunk in re.split(r"(?m)^(?:@@|---).*\n", diff):
         lines = hunk.splitlines(keepends=True)
-        old, new = ("".join(x[1:] for x in lines if x[0] in kinds) for kinds in (" -", " +"))
+        old = "".join(line[1:] for line in lines if line[0] in " -")
+        new = "".join(line[1:] for line in lines if line[0] in " +")
         if old:  # a hunk that only adds lines goes below the one before it
             assert text.count(f"\n{old}") == 1, f"is not there once:\n{old}"
             end = text.index(f"\n{old}") + 1
@@ -131,37 +125,27 @@ def apply(diff, text):
     return text
 
 
-REGRESSION = """
-import torch
-from torch.utils.data import TensorDataset
-def load(data_dir):
-    x = torch.randn(600, 1, 28, 28, generator=torch.Generator().manual_seed(0))
-    y = x[:, 0, 0, :10]
-    return TensorDataset(x[:480], y[:480]), TensorDataset(x[480:], y[480:])
-"""
+def regression(data_dir):
+    images = torch.randn(600, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    whole = TensorDataset(images, images[:, 0, 0, :10])
+    return Subset(whole, range(480)), Subset(whole, range(480, 600))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("page", ["docs/running.md", "docs/recipes.md"])
-def test_a_patched_train_ddp_trains_and_resumes(page, tmp_path, digits_dir):
+def test_a_patched_train_ddp_trains_and_resumes(page, train, monkeypatch):
     diffs = [text for text in blocks(page, "diff") if text.startswith("--- train_ddp.py")]
-    assert sum("--- train_ddp.py" in text for text in PAGES.values()) == 2
     diff = "".join(diffs)  # the recipes work together
-    for name in ("data.py", "models.py", "utils"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    text = apply(diff, (ROOT / "train_ddp.py").read_text())
-    (tmp_path / "train_ddp.py").write_text(f"import shutil\n{text}")
-    (tmp_path / "my_data.py").write_text(REGRESSION)
-    command = torchrun(2, "train_ddp.py", "--no-tensorboard", "--run-dir", "run")
-    command += ["--batch-size", 48, "--data-dir", digits_dir]
+    text = "import shutil\n" + (ROOT / "train_ddp.py").read_text()
+    monkeypatch.setattr(train_ddp, "train", train_of(apply(diff, text)))
+    flags = ["--no-tensorboard", "--batch-size", 48, "--model", "linear"]
     if "mse_loss" in diff:
-        command += ["--dataset", "my_data:load", "--model", "linear", "--max-grad-norm", 0]
-    first = succeed(*command, cwd=tmp_path).text
-    again = succeed(*command, "--epochs=2", "--resume", cwd=tmp_path).text
-    assert "epoch   1" in first, first
-    assert "epoch   2" in again, again
-    assert ("mse_loss" in diff) == (" error 0." in again), again
-    assert ("best.pt" in diff) == (tmp_path / "run" / "best.pt").exists()
+        flags += ["--dataset", "tests.test_pages:regression", "--max-grad-norm", 0]
+    train("run", *flags, script="ddp", ranks=2)
+    run = train("run", *flags, "--epochs", 2, "--resume", script="ddp", ranks=2)
+    assert len(run.rows) == 2
+    assert ("mse_loss" in diff) == ("test_error" in run.summary)
+    assert run.summary.get("test_error", 0) < 0.9, "less than without training"
+    assert ("best.pt" in diff) == (run.folder / "best.pt").exists()
 
 
 OWN_SCRIPT = """
@@ -194,29 +178,62 @@ torch.save(model.state_dict(), "model.pt")
 """
 
 
-@pytest.mark.slow
-def test_the_nine_changes_make_a_script_for_ddp(tmp_path):
+def test_the_nine_changes_make_a_script_for_ddp(run_ranks, tmp_path):
     changes = PAGES["docs/convert.md"].partition("## Then")[0]
     diffs = re.findall(r"(?ms)^```diff\n(.*?)^```$", changes)
-    text = apply("@@\n".join(diffs), OWN_SCRIPT)
     workers, evaluate, mean_loss = re.findall(r"(?ms)^```python\n(.*?)^```$", changes)
+    text = apply("@@\n".join(diffs), OWN_SCRIPT)
     text = text.replace("model = MyModel", f"{evaluate}{workers}model = MyModel")
     text += f"loss = torch.tensor(float(rank))\n{mean_loss}"
-    text += "shown = rank, count, correct / count > 0.9, len(train_loader), mean_loss.item()\n"
-    text += "open(f'{rank}.txt', 'w').write(str(shown))\n"
-    text += "dist.destroy_process_group()\n"
+    text += "print([rank, count, correct / count > 0.9, len(train_loader), mean_loss.item()])\n"
     text = text.replace('"nccl"', '"gloo"').replace('device("cuda")', 'device("cpu")')
     text = re.sub(r"torch.cuda.set_device.*\n", "", text)
-    (tmp_path / "train.py").write_text(text)
-    succeed(*torchrun(2, "train.py"), cwd=tmp_path)
-    for rank in (0, 1):
-        assert (tmp_path / f"{rank}.txt").read_text() == f"({rank}, 143.0, True, 15, 0.5)"
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    statuses, output = run_ranks(script, 2, cwd=tmp_path)
+    assert statuses == [0, 0]
+    results = [f"[{rank}, 143.0, True, 15, 0.5]" for rank in (0, 1)]
+    assert sorted(output.splitlines()) == results
     assert {*torch.load(tmp_path / "model.pt")} > {"0.weight", "1.running_mean"}
 
 
-# Files, what another test runs, a debugger and a compiler.
-NO_SNIPPET = re.compile(r"^# my_|import data\b|def evaluate|breakpoint|\.compile\(")
+# Files, what another test runs, a debugger, a compiler, and a loop for regression.
+NO_SNIPPET = re.compile(r"^# my_|import data\b|def evaluate|breakpoint|\.compile\(|mse_loss")
 ALL = [block for page in PAGES if page not in CHINESE for block in blocks(page, "python")]
+# The names that a script has where a page shows some lines of it.
+NAMES = """
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+rank = 0
+local_rank = 0
+world_size = 1
+epoch = 0
+epochs = 9
+batch_size = 8
+accumulation_steps = 3
+device = torch.device("cpu")
+images = torch.randn(320, 8)
+labels = torch.randint(2, (320,))
+train_set = TensorDataset(images, labels)
+train_sampler = DistributedSampler(train_set)
+train_loader = DataLoader(train_set, batch_size)
+loader = train_loader
+micro_batches = [(images, labels)]
+weights = torch.ones(320)
+samples = range(100)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 2), nn.BatchNorm1d(2)))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loss_function = F.cross_entropy
+train_step = F.cross_entropy
+loss = F.cross_entropy(model(images), labels)
+losses = loss
+sums = torch.ones(3)
+prepare_data = list
+"""
 
 
 @pytest.mark.filterwarnings("ignore")  # autocast and GradScaler say that there is no GPU
@@ -224,35 +241,18 @@ ALL = [block for page in PAGES if page not in CHINESE for block in blocks(page, 
 def test_a_snippet_runs(text, tmp_path, monkeypatch):
     """In a process of its own, because a later fork may not inherit a process group."""
     monkeypatch.chdir(tmp_path)
-    assert in_group(lambda rank: run_snippet(text), 1) == [None]
-
-
-def run_snippet(text):
-    """Run a page's code among the names that a script has there."""
-    images, labels = torch.randn(320, 8), torch.randint(2, (320,))
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 2), nn.BatchNorm1d(2)))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    train_set, batch_size, device = TensorDataset(images, labels), 8, torch.device("cpu")
-    train_loader = DataLoader(train_set, batch_size)
-    train_sampler: DistributedSampler = DistributedSampler(train_set)
-    rank, local_rank, world_size, epoch, accumulation_steps, prepare_data = 0, 0, 1, 0, 3, list
-    sums, epochs = torch.ones(3), 9
-    loss_function, micro_batches = F.cross_entropy, [(images, labels)]
-    weights, samples, train_step = torch.ones(320), range(100), F.cross_entropy
-    loss = losses = F.cross_entropy(model(images), labels)
-    is_regression = "mse_loss(model(inputs), targets)" in text
-    loader = [(images, torch.zeros(320, 2))] if is_regression else train_loader
-    exec(text, {**globals(), **locals()})
+    assert in_group(lambda rank: exec(NAMES + text, {}), 1) == [None]
 
 
 def test_all_ranks_skip_a_batch_that_is_bad_on_one_rank():
-    (text,) = (each for each in blocks("docs/problems.md", "python") if "is_good" in each)
+    [text] = [each for each in blocks("docs/problems.md", "python") if "is_good" in each]
 
     def train(rank):
         torch.manual_seed(0)
         model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
         before = model.module.weight.item()
-        names = globals() | {"optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        names = {"torch": torch, "dist": torch.distributed, "optimizer": optimizer}
         for inputs in ([1.0, float("nan")], [2.0, 4.0]):  # one for each rank
             exec(text, names | {"loss": model(torch.tensor([inputs[rank]]))})
         return before - model.module.weight.item()
@@ -260,36 +260,36 @@ def test_all_ranks_skip_a_batch_that_is_bad_on_one_rank():
     assert in_group(train, 2) == [pytest.approx(0.3)] * 2
 
 
-@pytest.mark.slow
-def test_own_model_and_data_and_a_prediction(tmp_path):
-    for name in ("data.py", "models.py", "utils"):
-        (tmp_path / name).symlink_to(ROOT / name)
+def test_own_model_and_data_and_a_prediction(train, run_ranks, tmp_path, monkeypatch):
     for text in (*blocks("docs/running.md", "python"), *blocks("docs/recipes.md", "python")):
         begin = re.match(r"# (my_\w+\.py)", text)
         if begin or "import data\n" in text:
             (tmp_path / (begin[1] if begin else "predict.py")).write_text(text)
-    flags = ["--dataset", "my_data:load", "--no-tensorboard", "--epochs", 5, "--run-dir"]
-    own = ["--model", "my_network:MyNetwork"]
-    ended = succeed(*torchrun(2, ROOT / "train_ddp.py", *own, *flags, "first"), cwd=tmp_path)
-    assert float(re.findall(r"test .*accuracy (\S+)", ended.text)[-1]) > 0.95, ended.text
+    monkeypatch.syspath_prepend(tmp_path)
+    flags = ["--dataset", "my_data:load", "--no-tensorboard", "--epochs", 5]
+    own = train("own", *flags, "--model", "my_network:MyNetwork", script="ddp", ranks=2)
+    assert own.summary["test_accuracy"] > 0.95
     # With the data's labels, a spot at the top left is class 0.
-    succeed(sys.executable, ROOT / "train_single.py", *flags, "second", cwd=tmp_path)
+    run = train("run", *flags)
     picture = torch.zeros(28, 28, dtype=torch.uint8)
     picture[4:12, 2:6] = 255
     to_pil_image(picture).save(tmp_path / "picture.png")
-    command = [sys.executable, "predict.py", "second/checkpoints/last.pt", "picture.png"]
-    assert "class 0" in succeed(*command, cwd=tmp_path).text
+    paths = [run.folder / "checkpoints" / "last.pt", "picture.png"]
+    _, output = run_ranks(tmp_path / "predict.py", 1, *paths, cwd=tmp_path)
+    assert output.startswith("class 0, ")
 
 
 @pytest.mark.slow
-def test_the_examples_learn(tmp_path):
-    lines = [f"{n % 2}\ta {word} film" for n, word in enumerate(["good", "bad"] * 150)]
-    for part in ("train", "test"):
-        (tmp_path / f"{part}.txt").write_text("\n".join(lines))
+def test_the_example_of_sentences_learns(run_ranks, tmp_path):
+    lines = [f"{number % 2}\ta {word} film" for number, word in enumerate(["good", "bad"] * 150)]
+    (tmp_path / "test.txt").write_text("\n".join(lines))
     (tmp_path / "train.txt").write_text("\n".join([*lines, "", *["1\t"] * 40]))
-    examples = ROOT / "docs" / "examples"
-    ended = succeed(*torchrun(2, examples / "text.py", "--data-dir", "."), cwd=tmp_path)
-    assert "epoch 5: accuracy 100.0% of 300" in ended.text, ended.text
+    _, output = run_ranks(EXAMPLES / "text.py", 2, "--data-dir", ".", cwd=tmp_path)
+    assert "epoch 5: accuracy 100.0% of 300" in output
+
+
+@pytest.mark.slow
+def test_the_example_of_pictures_learns_and_resumes(run_ranks, tmp_path):
     generator = torch.Generator().manual_seed(0)
     for channel, name in enumerate(("red", "green")):
         (tmp_path / "pictures" / name).mkdir(parents=True)
@@ -297,11 +297,11 @@ def test_the_examples_learn(tmp_path):
             picture = torch.randint(80, (3, 40, 40), dtype=torch.uint8, generator=generator)
             picture[channel] += 150
             to_pil_image(picture).save(tmp_path / "pictures" / name / f"{number}.png")
-    command = torchrun(2, examples / "pictures.py", "--num-workers", 0, "--epochs", 8)
-    command += ["--batch-size", 8]
-    first = succeed(*command, "--patience", 0, cwd=tmp_path).stdout  # which stops after an epoch
-    rest = succeed(*command, "--resume", cwd=tmp_path).stdout
-    assert first.startswith("2 classes, 96 images to train\nepoch 1: "), first
+    script = EXAMPLES / "pictures.py"
+    flags = ["--num-workers", 0, "--epochs", 8, "--batch-size", 8]
+    _, first = run_ranks(script, 2, *flags, "--patience", 0, cwd=tmp_path)  # stops after an epoch
+    _, rest = run_ranks(script, 2, *flags, "--resume", cwd=tmp_path)
+    assert first.startswith("2 classes, 96 images to train\nepoch 1: ")
     assert "train\nepoch 2: " in rest
     assert "accuracy 100.0%" in rest
     assert {*torch.load(tmp_path / "best.pt")} > {"0.weight", "1.running_mean"}
