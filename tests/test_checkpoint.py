@@ -1,7 +1,6 @@
 """Checkpoints: nothing saved is lost, and nothing damaged or foreign is loaded."""
 
 import os
-import random
 import resource
 import signal
 from itertools import count
@@ -14,7 +13,7 @@ from torch import nn
 import models
 from tests.helpers import ended, fork
 from utils import checkpoint
-from utils.checkpoint import DamagedFile, Position, weights_sha256
+from utils.checkpoint import Position, weights_sha256
 from utils.errors import UserError
 
 IDENTITY = {"model": "linear", "dataset": "mnist", "seed": 0}
@@ -139,26 +138,17 @@ def test_the_newest_whole_checkpoint_is_used_and_reading_changes_nothing(run, ca
 def test_no_whole_checkpoint_is_an_error(run):
     for path in (run.last, run.previous):
         path.write_bytes(b"")
-    for _ in range(2):  # a second try may not begin at step 0
-        with pytest.raises(UserError, match=r"no checkpoint in .* is whole"):
-            run.read()
+    with pytest.raises(UserError, match=r"no checkpoint in .* is whole"):
+        run.read()
 
 
-def test_a_flipped_bit_is_found(run):
-    """Some bits, such as those of the dates in the archive, change nothing."""
-    content = run.last.read_bytes()
-    weights = run.parts["model"][1].weight
-    places = random.Random(0).sample(range(len(content)), 200)
-    found = 0
-    for place in [*range(200), *places]:
-        flipped = bytearray(content)
-        flipped[place] ^= 1
-        run.last.write_bytes(flipped)
-        try:
-            assert torch.equal(checkpoint.load(run.last)["model"]["1.weight"], weights)
-        except DamagedFile:
-            found += 1
-    assert found > 200
+def test_a_flipped_bit_in_the_weights_is_found(run):
+    """torch.load would read it without a warning."""
+    content = bytearray(run.last.read_bytes())
+    weights = run.parts["model"][1].weight.detach().numpy().tobytes()
+    content[content.index(weights) + 1000] ^= 1
+    run.last.write_bytes(content)
+    assert run.read()["position"]["step"] == 1, "that of previous.pt"
 
 
 class Bomb:
@@ -190,12 +180,15 @@ def test_a_run_that_is_longer_than_the_flags_say_is_refused(limit, run):
     assert checkpoint.read(run.folder, same) is not None, "its evaluation may be owed"
 
 
-def test_nothing_that_is_not_finite_is_saved(run):
+def test_what_is_not_finite_is_not_saved_unless_it_is_a_buffer(run):
+    """Such as a causal mask."""
+    model = run.parts["model"]
+    model.register_buffer("mask", torch.tensor(float("-inf")))
+    run.step_and_save()
     before = run.content()
-    step(run.parts, run.position)
-    run.parts["optimizer"].state[run.parts["model"][1].weight]["momentum_buffer"][3] = float("nan")
-    with pytest.raises(UserError, match="not finite at step 3, which is not saved: choose a lower"):
-        checkpoint.save(run.folder, ARGS, run.parts, run.position)
+    run.parts["optimizer"].state[model[1].weight]["momentum_buffer"][3] = float("nan")
+    with pytest.raises(UserError, match="not finite at step 4, which is not saved: choose a lower"):
+        run.step_and_save()
     assert run.content() == before
 
 
@@ -248,8 +241,6 @@ def test_initial_weights_are_chosen_by_name_and_shape(tmp_path, capsys):
     assert target.bias.tolist() == [0, 1, 2]
     assert torch.equal(target.weight, weight)
     assert "1 tensors of" in capsys.readouterr().out
-    with pytest.raises(UserError, match=f"nothing in {path} fits"):
-        models.build("linear", path)
 
 
 @pytest.mark.parametrize(
@@ -264,18 +255,18 @@ def test_initial_weights_are_found_where_people_keep_them(key, prefix, tmp_path)
     assert weights_sha256(models.build("linear", path)) == weights_sha256(source)
 
 
-def test_a_file_that_holds_no_weights_is_an_error(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([1, 2], "holds a list, and no weights"),
+        ({"bias": torch.ones(2)}, "fits"),
+        (None, "is damaged, or not a file of torch"),
+    ],
+)
+def test_a_file_without_weights_for_this_model_is_an_error(content, message, tmp_path):
     path = tmp_path / "weights.pt"
-    path.write_text("<html>404</html>")
-    with pytest.raises(UserError, match=r"weights\.pt is damaged, or not a file of torch"):
+    torch.save(content, path)
+    if content is None:
+        path.write_text("<html>404</html>")
+    with pytest.raises(UserError, match=rf"weights\.pt {message}"):
         models.build("linear", str(path))
-    torch.save([1, 2], path)
-    with pytest.raises(UserError, match=r"weights\.pt holds a list, and no weights"):
-        models.build("linear", str(path))
-
-
-def test_a_buffer_may_be_infinite(tmp_path):
-    model = nn.Linear(2, 2)
-    model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
-    checkpoint.save(tmp_path, ARGS, parts_of(model), Position(step=1))
-    assert checkpoint.read(tmp_path, ARGS)["model"]["mask"].tolist() == [0, float("-inf")]

@@ -18,9 +18,9 @@ def report(capfd, monkeypatch):
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.setattr("sys.argv", ["/home/me/train_ddp.py"])
 
-    def call(train):
+    def call(train, *args):
         capfd.readouterr()
-        status = guard(lambda args: train(), None)
+        status = guard(lambda _: train(*args), None)
         return status, capfd.readouterr().err
 
     yield call
@@ -29,16 +29,13 @@ def report(capfd, monkeypatch):
 
 
 def fail(error):
-    def train():
-        raise error
-
-    return train
+    raise error
 
 
 def test_an_error_of_the_user_is_one_line_with_its_exit_status(report):
     line = "train_ddp.py: error: lower --lr\n"
-    assert report(fail(UserError("lower --lr"))) == (1, line)
-    assert report(fail(UsageError("lower --lr"))) == (2, line)
+    assert report(fail, UserError("lower --lr")) == (1, line)
+    assert report(fail, UsageError("lower --lr")) == (2, line)
 
 
 def test_a_missing_file_is_named_with_the_line_that_opens_it(report):
@@ -66,9 +63,9 @@ def test_any_other_error_keeps_its_traceback(report):
 
 
 def test_after_a_stop_the_status_is_that_of_its_signal_and_0_under_torchrun(report, monkeypatch):
-    assert [report(lambda n=n: n)[0] for n in (0, signal.SIGINT, signal.SIGTERM)] == [0, 130, 143]
+    assert [report(int, n)[0] for n in (0, signal.SIGINT, signal.SIGTERM)] == [0, 130, 143]
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    assert report(lambda: int(signal.SIGTERM)) == (0, "")
+    assert report(int, signal.SIGTERM) == (0, "")
 
 
 # What PyTorch prints, for rows of ADVICE. Slow tests provoke the others for real.
@@ -83,10 +80,9 @@ PRINTED = {
 def test_a_line_of_pytorch_is_quoted_with_advice(part, report, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     error = RuntimeError(f"first\n{PRINTED[part]}. This error happened before\nlast")
-    train = fail(error)
-    place = f"({__file__}, line {train.__code__.co_firstlineno + 1})"
+    place = f"({__file__}, line {fail.__code__.co_firstlineno + 1})"
     line = f"train_ddp.py: error: rank 3: {PRINTED[part]}: {ADVICE[part]} {place}\n"
-    assert report(train) == (1, line)
+    assert report(fail, error) == (1, line)
 
 
 class Broken:
@@ -101,17 +97,20 @@ class Broken:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def load_broken(index):
+    next(iter(DataLoader(Broken(), sampler=[index], num_workers=1)))
+
+
 def test_an_error_in_a_loader_worker_is_its_message_and_its_place(report):
-    status, line = report(lambda: next(iter(DataLoader(Broken(), sampler=[0], num_workers=1))))
     number = Broken.__getitem__.__code__.co_firstlineno + 2
     place = f"({__file__}, line {number}, in a loader worker)"
-    assert line == f"train_ddp.py: error: ValueError: label 77 is too large {place}\n"
-    assert status == 1
+    line = f"train_ddp.py: error: ValueError: label 77 is too large {place}\n"
+    assert report(load_broken, 0) == (1, line)
 
 
 def test_a_loader_worker_that_is_killed_is_one_line(report):
     """If memory is short, the kernel kills one of them."""
-    status, line = report(lambda: next(iter(DataLoader(Broken(), sampler=[1], num_workers=1))))
+    status, line = report(load_broken, 1)
     assert "is the memory or /dev/shm full? Try --num-workers 0" in line
     assert (status, line.count("\n")) == (1, 1)
 
@@ -121,5 +120,5 @@ def test_each_machine_says_at_once_why_it_ends(report, monkeypatch):
     monkeypatch.setenv("RANK", "8")
     monkeypatch.setenv("LOCAL_RANK", "0")
     began = time.monotonic()
-    assert report(fail(UserError("/dev/shm is full")))[1].endswith("error: /dev/shm is full\n")
+    assert report(fail, UserError("/dev/shm is full"))[1].endswith("error: /dev/shm is full\n")
     assert time.monotonic() - began < REPORT_SECONDS
