@@ -17,9 +17,7 @@ def refusal(capsys, flags, **options):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--epochs 0", "--epochs: '0' is not a whole number from 1"),
         ("--lr nan", "--lr: 'nan' is not a number"),
-        ("--lr inf", "--lr: 'inf' is not a number"),
         ("--batch-size 0", "--batch-size: '0' is not a whole number from 1"),
         ("--num-workers 1.5", "--num-workers: '1.5' is not a whole number from 0"),
         ("--seed 4294967296", "--seed: '4294967296' is not a whole number from 0 to 4294967295"),
@@ -36,12 +34,15 @@ def test_flags_that_cannot_be_used_are_one_line(flags, message, capsys):
     assert message in refusal(capsys, flags)
 
 
+@pytest.mark.parametrize("ids", ["0,0", "0,x"])
+def test_device_ids_that_cannot_be_used_are_one_line(ids, capsys):
+    line = refusal(capsys, f"--devices {ids}", technique="dp")
+    assert f"--devices: '{ids}' is not a list of different device ids" in line
+
+
 def test_a_script_says_how_it_has_to_be_started(capsys):
     assert "use train_ddp.py" in refusal(capsys, "", WORLD_SIZE="2")
     assert "unrecognized arguments: --compile" in refusal(capsys, "--compile", technique="dp")
-    for ids in ("0,0", "0,x"):
-        line = refusal(capsys, f"--devices {ids}", technique="dp")
-        assert f"--devices: '{ids}' is not a list of different device ids" in line
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         line = refusal(capsys, "", technique="ddp", without=[name])
         assert "torchrun --standalone --nproc_per_node 2 train_ddp.py" in line

@@ -77,10 +77,6 @@ def check_report(technique, run, ranks, digits_dir):
     # The averages of an epoch are over its own samples, on all ranks.
     assert [row["train_count"] for row in run.rows] == [1920, 480]
     assert last["train_accuracy"] == last["train_correct"] / 480 > 0.5
-    whole_run = {
-        key: sum(row[key] for row in run.rows) for key in ("train_seconds", "data_seconds")
-    }
-    assert {key: facts[key] for key in last} == last | whole_run
     assert 0 < facts["data_seconds"] < facts["train_seconds"]
     assert json.loads((run.folder / "args.json").read_text())["lr"] == 0.3
 
@@ -179,21 +175,19 @@ def test_flags_change_the_training(train, tmp_path):
     assert train("threads", *short, "--threads", 2).summary["threads"] == 2
 
 
-def test_flags_of_ddp_reach_pytorch(train, tmp_path, monkeypatch):
+def test_flags_of_ddp_reach_pytorch(train, monkeypatch):
+    flags = ["--model", "tests.user_code:Partial", "--max-steps", 3, "--backend", "gloo"]
+    with pytest.raises(RuntimeError, match="find_unused_parameters=True"):
+        train("first", *flags, "--local_rank=0", script="ddp")
+
     def wrap(*arguments, **options):
         model = DistributedDataParallel(*arguments, **options)
-        with (tmp_path / "wrapped").open("a") as file:
-            print(model.bucket_bytes_cap, model.find_unused_parameters, file=file)
+        assert model.bucket_bytes_cap == 2**19
         return model
 
     monkeypatch.setattr(train_ddp, "DistributedDataParallel", wrap)
-    flags = ["--model", "tests.user_code:Partial", "--max-steps", 3]
-    with pytest.raises(RuntimeError, match="find_unused_parameters=True"):
-        train("first", *flags, "--backend", "gloo", "--local_rank=0", script="ddp")
     flags += ["--bucket-cap-mb", 0.5, "--find-unused-parameters", "--local-rank", 0]
     train("second", *flags, "--timeout", 30, script="ddp")
-    wrapped = (tmp_path / "wrapped").read_text().splitlines()
-    assert wrapped == [f"{25 * 2**20} False", f"{2**19} True"]
 
 
 @pytest.mark.parametrize("log_every", [1, 50])
