@@ -1,11 +1,10 @@
-"""scripts/minimal: each file alone in an empty folder, as somebody who copies it has it."""
+"""scripts/minimal: the files that people copy."""
 
 import difflib
 import itertools
 import os
 import re
 import runpy
-import shutil
 import signal
 import sys
 import time
@@ -26,17 +25,6 @@ from tests.test_scripts import changes, code_lines
 
 FOLDER = ROOT / "scripts" / "minimal"
 EPOCH = re.compile(r"epoch (\d+): lr (\S+), (\S+)% correct\n")
-
-
-@pytest.fixture
-def alone(tmp_path):
-    """Return a function that copies a script into an empty folder, and returns its path there."""
-
-    def copy(name, folder="alone"):
-        (tmp_path / folder).mkdir()
-        return Path(shutil.copy(FOLDER / f"{name}.py", tmp_path / folder))
-
-    return copy
 
 
 def text_of(name):
@@ -75,9 +63,11 @@ def test_a_diff_is_small_and_each_difference_has_its_reason(old, new, removed, a
 # Training on drawn digits
 
 
-def check_result(output, path, data_dir):
-    """The accuracy in the last line is that of the saved model."""
-    *_, (_, _, accuracy) = EPOCH.findall(output)
+def check_result(output, path, data_dir, lr):
+    """Two epochs had this rate, and the accuracy in the last line is that of the saved model."""
+    first, second = EPOCH.findall(output)
+    assert first[:2] == ("1", lr)
+    assert second[:2] == ("2", lr)
     model = nn.Sequential(
         nn.Sequential(nn.Conv2d(1, 16, 5), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)),
         nn.Sequential(nn.Conv2d(16, 32, 5), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)),
@@ -89,56 +79,51 @@ def check_result(output, path, data_dir):
     labels = torch.tensor([label for _, label in test_set])
     with torch.no_grad():
         correct = int((model(images).argmax(1) == labels).sum())
-    assert f"{accuracy}%" == f"{correct / len(labels):.2%}"
-    assert float(accuracy) > 80
+    assert f"{second[2]}%" == f"{correct / len(labels):.2%}"
+    assert float(second[2]) > 80
 
 
 @pytest.mark.slow
-def test_dp_without_gpus_trains_as_single_does(alone, run_ranks, digits_dir, tmp_path):
+def test_dp_without_gpus_trains_as_single_does(run_ranks, digits_dir, tmp_path):
+    weights = []
     for name in ("single", "dp"):
         flags = ["--data-dir", digits_dir, "--epochs", 2]
-        _, output = run_ranks(alone(name, name), 1, *flags, cwd=tmp_path / name)
-        assert [line[:2] for line in EPOCH.findall(output)] == [("1", "0.03"), ("2", "0.03")]
-        check_result(output, tmp_path / name, digits_dir)
-    weights = [torch.load(tmp_path / name / "model.pt") for name in ("single", "dp")]
+        _, output = run_ranks(FOLDER / f"{name}.py", 1, *flags, cwd=tmp_path)
+        check_result(output, tmp_path, digits_dir, lr="0.03")
+        weights.append(torch.load(tmp_path / "model.pt"))
     torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_three_ranks_evaluate_the_saved_model_exactly(name, alone, run_ranks, digits_dir, tmp_path):
+def test_three_ranks_evaluate_the_saved_model_exactly(name, run_ranks, digits_dir, tmp_path):
     """500 images do not divide by 3. One rank prints, and the rate follows the number of ranks."""
     flags = ["--data-dir", digits_dir, "--epochs", 2, "--batch-size", 32]
-    statuses, output = run_ranks(alone(name), 3, *flags, cwd=tmp_path / "alone")
+    statuses, output = run_ranks(FOLDER / f"{name}.py", 3, *flags, cwd=tmp_path)
     assert statuses == [0, 0, 0]
-    assert [line[:2] for line in EPOCH.findall(output)] == [("1", "0.045"), ("2", "0.045")]
-    check_result(output, tmp_path / "alone", digits_dir)
+    check_result(output, tmp_path, digits_dir, lr="0.045")
     assert name == "ddp" or "rank 0 holds" in output
 
 
 @pytest.mark.slow
-def test_the_first_epoch_reaches_98_percent(alone, mnist_dir, tmp_path):
-    command = torchrun(2, alone("ddp"), "--data-dir", mnist_dir)
-    output = succeed(*command, cwd=tmp_path / "alone").stdout
-    [(_, _, accuracy)] = EPOCH.findall(output)
+def test_the_first_epoch_reaches_98_percent(mnist_dir, tmp_path):
+    command = torchrun(2, FOLDER / "ddp.py", "--data-dir", mnist_dir)
+    [(_, _, accuracy)] = EPOCH.findall(succeed(*command, cwd=tmp_path).stdout)
     assert float(accuracy) >= 98
 
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("name", ["dp", "ddp", "fsdp"])
-def test_two_gpus_train(name, alone, digits_dir, tmp_path):
-    words = [alone(name), "--data-dir", digits_dir, "--epochs", 2]
+def test_two_gpus_train(name, digits_dir, tmp_path):
+    words = [FOLDER / f"{name}.py", "--data-dir", digits_dir, "--epochs", 2]
     words = [sys.executable, *words] if name == "dp" else torchrun(2, *words)
-    output = succeed(*words, cwd=tmp_path / "alone").stdout
-    assert [line[:2] for line in EPOCH.findall(output)] == [("1", "0.06"), ("2", "0.06")]
-    check_result(output, tmp_path / "alone", digits_dir)
+    check_result(succeed(*words, cwd=tmp_path).stdout, tmp_path, digits_dir, lr="0.06")
 
 
 @pytest.mark.parametrize("name", ["ddp", "ddp_resume", "fsdp"])
-def test_a_start_without_torchrun_says_how_to_start(name, alone, monkeypatch):
-    script = alone(name)
-    monkeypatch.setattr(sys, "argv", [script.name])
-    with pytest.raises(SystemExit, match=r"^start it with: torchrun .*\.py$"):
-        runpy.run_path(str(script), run_name="__main__")
+def test_a_start_without_torchrun_says_how_to_start(name, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [name])
+    with pytest.raises(SystemExit, match=rf"^start it with: torchrun .*{name}\.py$"):
+        runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
 
 
 # A run of ddp_resume.py that is interrupted
@@ -165,21 +150,20 @@ class Watched(Dataset):
 
 
 @pytest.fixture
-def resume(alone, run_ranks, tmp_path):
+def resume(run_ranks, tmp_path):
     """Return a function that starts ddp_resume.py with this data set, as ``run_ranks`` does.
 
     The script saves every four steps, and ``changes`` are made in its text.
     """
 
     def run(folder, ranks, *flags, changes=(), prepare=int):
+        text = text_of("ddp_resume")
+        for old, new in [("step % 100 ==", "step % 4 =="), *changes]:
+            assert text.count(old) == 1
+            text = text.replace(old, new)
         script = tmp_path / folder / "ddp_resume.py"
-        if not script.exists():
-            alone("ddp_resume", folder)
-            text = script.read_text()
-            for old, new in [("step % 100 ==", "step % 4 =="), *changes]:
-                assert text.count(old) == 1
-                text = text.replace(old, new)
-            script.write_text(text)
+        script.parent.mkdir(exist_ok=True)
+        script.write_text(text)
 
         def watch():
             torchvision.datasets.MNIST = Watched
