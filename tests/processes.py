@@ -116,7 +116,7 @@ def kill_strays():
 
 
 class Training:
-    """Runs of the scripts in one folder, on the digits of ``digits_dir``."""
+    """Runs of the scripts in one folder, and what they have written there."""
 
     def __init__(self, data_dir, folder):
         self.data_dir = data_dir
@@ -145,6 +145,11 @@ class Training:
     def succeed(self, technique, *flags, **more):
         return has_succeeded(self.run(technique, *flags, **more))
 
+    def start_rank(self, rank, world_size, port, *flags, **environment):
+        """Start one rank, as a launcher would that is not PyTorch's."""
+        command = [sys.executable, *self.arguments("ddp", *flags)]
+        return start_rank(rank, world_size, port, *command, **environment)
+
     @property
     def summary(self):
         return json.loads((self.folder / "summary.json").read_text())
@@ -159,11 +164,6 @@ class Training:
 
         path = self.folder / "checkpoints" / "last.pt"
         return torch.load(path, map_location="cpu", weights_only=True)
-
-    def start_rank(self, rank, world_size, port, *flags, **environment):
-        """Start one rank, as a launcher would that is not PyTorch's."""
-        command = [sys.executable, *self.arguments("ddp", *flags)]
-        return start_rank(rank, world_size, port, *command, **environment)
 
 
 def wait_until(condition, process=None, seconds=LIMIT):

@@ -159,7 +159,8 @@ def my_data():
 def MyModel():
     return nn.Sequential(nn.Linear(8, 2), nn.BatchNorm1d(2))
 device = torch.device("cuda")
-epochs, batch_size = 3, 16
+epochs = 3
+batch_size = 16
 torch.manual_seed(0)
 train_set, test_set = my_data()
 train_loader = DataLoader(train_set, batch_size, shuffle=True)
