@@ -5,6 +5,7 @@ If a change does not fit the limits here, say it more plainly, or take away what
 
 import difflib
 import re
+from graphlib import TopologicalSorter
 
 import pytest
 
@@ -62,3 +63,18 @@ def test_a_reader_looks_up_few_names(technique):
     for line in re.findall(r"(?m)^from utils\.\w+ import (.*)", text):
         names |= {*line.split(", ")}
     assert 0 < len(names) <= NAMES[technique], sorted(names)
+
+
+def test_the_imports_make_no_circle_and_no_module_imports_a_script():
+    paths = [*ROOT.glob("*.py"), *ROOT.glob("utils/[a-z]*.py")]
+    texts = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text() for path in paths
+    }
+    used = {}
+    for name, text in texts.items():
+        found = set(re.findall(r"(?m)^ *(?:import|from) ([\w.]+)", text))
+        for line in re.findall(r"(?m)^ *from utils import (.*)", text):
+            found |= {f"utils.{module}" for module in line.split(", ")}
+        used[name] = found & texts.keys()
+        assert not any(module.startswith("train_") for module in used[name]), name
+    TopologicalSorter(used).prepare()  # the error names the circle
