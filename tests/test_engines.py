@@ -178,8 +178,8 @@ def test_the_doctor_names_machines_whose_own_names_lead_to_themselves(two_machin
     for machine in two_machines:
         found = f"warning: on {machine.name} the name {machine.name} leads to 127.0.1.1"
         assert found in first.stdout
-    assert "connectFullMesh failed" in first.stderr
-    assert "Rank 0's warnings about names say why" in second.stderr
+    for each in (first, second):
+        assert "Rank 0's warnings about names say why" in each.stderr
 
 
 SLURM_CONF = """

@@ -274,10 +274,10 @@ def measure(args: argparse.Namespace, store: dist.Store, ranks: list[Facts]) -> 
     dist.destroy_process_group()
 
 
-def limited(rows: Iterator[Facts], seconds: float) -> Iterator[Facts]:
-    """Yield the rows, and end the process if one of them takes longer."""
+def limited(rows: Iterator[Facts], seconds: float, text: str) -> Iterator[Facts]:
+    """Yield the rows, and end the process with ``text`` if one of them takes longer."""
     while True:
-        with limit(seconds, "a rank does not answer: is there a firewall?"):
+        with limit(seconds, text):
             row = next(rows, None)
         if row is None:
             return
@@ -299,13 +299,15 @@ def diagnose(args: argparse.Namespace) -> int:
     say = print if RANK == 0 and not args.json else lambda *lines, **options: None
     say(*findings, sep="\n", flush=True)
     if WORLD_SIZE > 1 and not any(line.startswith("error") for line in findings):
+        is_named = any(" the name " in line for line in findings)
+        cause = "Rank 0's warnings about names say why" if is_named else "is there a firewall?"
+        table = measure(args, store, ranks)
         try:
-            for row in limited(measure(args, store, ranks), 3 * args.timeout):
+            for row in limited(table, 3 * args.timeout, f"a rank does not answer: {cause}"):
                 rows.append(row)
                 say(row["text"], flush=True)
         except RuntimeError as error:
-            hint = ". Rank 0's warnings about names say why" * (" the name " in str(findings))
-            stop(f"{' '.join(str(error).split())[:300]}{hint}")
+            stop(f"{' '.join(str(error).split())[:300]}: {cause}")
     slow = [row for row in rows if row["bytes"] == SIZES[-1] and row["gbps"] < args.min_gbps]
     errors = [f"error: below {args.min_gbps:g} GB/s: {row['text']}" for row in slow]
     findings += errors
