@@ -200,7 +200,7 @@ def parse_known_args(real: Any, self: Any, args: Any = None, namespace: Any = No
     for spelled in ("--local_rank", "--local-rank") if state.mode == "torchrun" else ():
         option = self._option_string_actions.get(spelled)
         if option and not {str(a).partition("=")[0] for a in args} & {*option.option_strings}:
-            args.append(f"{spelled}={state.rank % state.each}")
+            args.insert(0, f"{spelled}={state.rank % state.each}")  # as torch.distributed.launch
     found, rest = real(self, args, namespace)
     for name, value in vars(found).items():
         setattr(found, name, project.bounded(name, value))
