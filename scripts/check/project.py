@@ -87,7 +87,11 @@ def bounded_arguments(arguments: list[str]) -> list[str]:
 
 
 def text_of(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
+    """Return the text of a file, or an empty one if it is not there, or its process has ended."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def home_of(script: Path, folder: Path) -> Path:
