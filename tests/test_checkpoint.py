@@ -129,7 +129,7 @@ def test_the_newest_whole_checkpoint_is_used_and_reading_changes_nothing(run, ca
     before = run.content()
     assert run.read()["position"]["step"] == 1
     [warning] = capsys.readouterr().err.splitlines()
-    assert f"{run.last} is damaged" in warning
+    assert f"{run.last} is not a whole file" in warning
     assert run.content() == before
     run.step_and_save()
     assert run.read()["position"]["step"] == 3
@@ -159,10 +159,10 @@ class Bomb:
 def test_a_pickle_with_code_is_refused_and_never_run(run, monkeypatch):
     monkeypatch.chdir(run.folder)
     torch.save({"identity": {}, "model": Bomb()}, run.last)
-    with pytest.raises(UserError, match="can run code"):
-        run.read()
+    with pytest.raises(UserError, match="not a whole file of tensors and plain values"):
+        checkpoint.load(run.last)
+    assert run.read()["position"]["step"] == 1
     assert not (run.folder / "exploded").exists()
-    assert run.last.exists(), "it is not damaged"
 
 
 def test_a_run_with_another_model_data_set_or_seed_is_refused(run):
@@ -196,7 +196,7 @@ def test_a_part_whose_state_could_not_be_loaded_is_refused_at_the_first_save(tmp
     parts = parts_of(own=SimpleNamespace(state_dict=lambda: ARGS))
     position = Position()
     step(parts, position)
-    with pytest.raises(UserError, match="may hold only tensors and plain values"):
+    with pytest.raises(UserError, match="not a whole file of tensors and plain values"):
         checkpoint.save(tmp_path, ARGS, parts, position)
     assert not any((tmp_path / "checkpoints").iterdir())
 
@@ -245,7 +245,7 @@ def test_initial_weights_are_chosen_by_name_and_shape(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("key", "prefix"),
-    [("", "module."), ("model", ""), ("state_dict", "module._orig_mod."), ("net", "_orig_mod.")],
+    [("", "module."), ("model", ""), ("model", "module._orig_mod."), ("", "_orig_mod.")],
 )
 def test_initial_weights_are_found_where_people_keep_them(key, prefix, tmp_path):
     source = models.build("linear")
@@ -255,18 +255,12 @@ def test_initial_weights_are_found_where_people_keep_them(key, prefix, tmp_path)
     assert weights_sha256(models.build("linear", path)) == weights_sha256(source)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ([1, 2], "holds a list, and no weights"),
-        ({"bias": torch.ones(2)}, "fits"),
-        (None, "is damaged, or not a file of torch"),
-    ],
-)
-def test_a_file_without_weights_for_this_model_is_an_error(content, message, tmp_path):
+def test_a_file_without_weights_for_this_model_is_an_error(tmp_path):
     path = tmp_path / "weights.pt"
-    torch.save(content, path)
-    if content is None:
-        path.write_text("<html>404</html>")
-    with pytest.raises(UserError, match=rf"weights\.pt {message}"):
-        models.build("linear", str(path))
+    for cause in ("No such file", "not a zip file", r"fits the model .* the file has \['bias'\]"):
+        with pytest.raises(UserError, match=cause):
+            models.build("linear", str(path))
+        if path.exists():
+            torch.save({"bias": torch.ones(2)}, path)
+        else:
+            path.write_text("<html>404</html>")
