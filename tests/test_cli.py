@@ -17,16 +17,15 @@ def refusal(capsys, flags, **options):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--lr nan", "--lr: 'nan' is not a number"),
-        ("--batch-size 0", "--batch-size: '0' is not a whole number from 1"),
-        ("--num-workers 1.5", "--num-workers: '1.5' is not a whole number from 0"),
-        ("--seed 4294967296", "--seed: '4294967296' is not a whole number from 0 to 4294967295"),
+        ("--lr nan", "--lr: nan is not a number from 0 on"),
+        ("--batch-size 0", "--batch-size: 0 is not a number from 1 on"),
+        ("--num-workers 1.5", "--num-workers: invalid number value: '1.5'"),
         ("--warmup-epochs 2 --epochs 2", "--warmup-epochs 2 has to be less than --epochs 2"),
         ("--amp fp8", "invalid choice: 'fp8'"),
         ("--epo 2", "unrecognized arguments: --epo 2"),  # no abbreviations
         ("--sync-bn", "unrecognized arguments: --sync-bn"),  # a flag of train_ddp.py
         ("--devices 0,1", "unrecognized arguments: --devices"),  # a flag of train_dp.py
-        ("--resume --init-weights x.pt", "drop one of them"),
+        ("--resume --init-weights x.pt", "--init-weights: not allowed with argument --resume"),
         ("--resume", "need --run-dir, the run to continue"),
     ],
 )
@@ -34,15 +33,10 @@ def test_flags_that_cannot_be_used_are_one_line(flags, message, capsys):
     assert message in refusal(capsys, flags)
 
 
-@pytest.mark.parametrize("ids", ["0,0", "0,x"])
-def test_device_ids_that_cannot_be_used_are_one_line(ids, capsys):
-    line = refusal(capsys, f"--devices {ids}", technique="dp")
-    assert f"--devices: '{ids}' is not a list of different device ids" in line
-
-
 def test_a_script_says_how_it_has_to_be_started(capsys):
     assert "use train_ddp.py" in refusal(capsys, "", WORLD_SIZE="2")
     assert "unrecognized arguments: --compile" in refusal(capsys, "--compile", technique="dp")
+    assert "invalid device_ids value: '0,x'" in refusal(capsys, "--devices 0,x", technique="dp")
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         line = refusal(capsys, "", technique="ddp", without=[name])
         assert "torchrun --standalone --nproc_per_node 2 train_ddp.py" in line
