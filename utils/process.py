@@ -4,6 +4,7 @@ import argparse
 import os
 import signal
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,18 +14,9 @@ from torch.utils.data import DataLoader
 from utils.errors import UsageError
 
 # Flags that may differ between machines.
-OF_ONE_MACHINE = {
-    "device",
-    "threads",
-    "num_workers",
-    "data_dir",
-    "run_dir",
-    "init_weights",
-    "local_rank",
-}
+OF_ONE_MACHINE = {"threads", "num_workers", "data_dir", "run_dir", "init_weights", "local_rank"}
 SHOWN = 80  # characters of a value that a message quotes
 COMPARED = 32  # only so many samples of a data set, because each may be a file to read
-LOADER_TIMEOUT = 600  # seconds that a loader worker may take for a batch
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -38,8 +30,6 @@ def select_devices(args: argparse.Namespace) -> list[torch.device]:
     if args.device == "cuda" and count == 0:
         raise UsageError("--device cuda: torch finds no GPU: a CPU build, or an old driver?")
     if args.device == "cpu" or count == 0:
-        if getattr(args, "sync_bn", False):
-            raise UsageError("--sync-bn needs GPUs: PyTorch's SyncBatchNorm does not run on CPUs")
         return [torch.device("cpu")]
     indices = getattr(args, "devices", None) or range(count)
     if max(indices) >= count:
@@ -76,17 +66,15 @@ def setup_device(args: argparse.Namespace, local_rank: int = 0) -> torch.device:
     return devices[local_rank]
 
 
-def whole_numbers(sample: Any) -> list[list[int]]:
-    """Return the whole numbers in the parts of a sample, such as its label: [] for an image."""
+def whole_numbers(sample: Any) -> list[int]:
+    """Return the whole numbers in the parts of a sample, such as its label: none of an image."""
     parts = list(sample.values()) if isinstance(sample, Mapping) else sample
-    found: list[list[int]] = []
+    found: list[int] = []
     for part in parts if isinstance(parts, (list, tuple)) else ():
-        try:
+        with suppress(RuntimeError, TypeError, ValueError):  # of a text, for example
             tensor = torch.as_tensor(part)
-        except (RuntimeError, TypeError, ValueError):
-            continue  # a text, for example
-        is_label = tensor.ndim < 2 and not tensor.is_floating_point()
-        found.append(tensor.flatten()[:10].tolist() if is_label else [])
+            if tensor.ndim < 2 and not tensor.is_floating_point():
+                found += tensor.flatten()[:10].tolist()
     return found
 
 
@@ -99,21 +87,18 @@ def check_same(args: argparse.Namespace, *datasets: Any) -> None:
     Raises:
         UsageError: a rank differs from rank 0. The message is the same on all ranks.
     """
-    facts: dict[str, Any] = {"torch": str(torch.__version__)}
-    flags = {k.replace("_", "-"): v for k, v in vars(args).items() if k not in OF_ONE_MACHINE}
-    facts |= {f"--{flag}": value for flag, value in flags.items()}
+    facts = {f"--{k}": value for k, value in vars(args).items() if k not in OF_ONE_MACHINE}
+    facts["torch"] = str(torch.__version__)
     for number, dataset in enumerate(datasets):
         indices = range(0, len(dataset), max(1, len(dataset) // COMPARED))
         # If the training has loader workers, a worker reads here, too. A data set that opens its
         # file with the first sample would open it in this process, and all workers would share it.
-        workers = min(args.num_workers, 1)
         loader = DataLoader(
             dataset,
             batch_size=None,
             sampler=indices,
-            num_workers=workers,
+            num_workers=min(args.num_workers, 1),
             collate_fn=whole_numbers,
-            timeout=LOADER_TIMEOUT * workers,  # 0, which is no limit, if this process reads
             generator=torch.Generator(),  # or it would draw from the generator of the weights
         )
         facts[f"the length of data set {number}"] = len(dataset)
