@@ -206,7 +206,6 @@ def test_a_shift_moves_each_image_by_up_to_a_pixel():
         ("mnits", "--dataset mnits is none of mnist, fashion-mnist, synthetic, nor a module:call"),
         ("my_own_dta:load", "--dataset my_own_dta:load: ModuleNotFoundError: No module named"),
         ("json:lod", r"--dataset json:lod: AttributeError: .* no attribute 'lod'"),
-        ("os.path:split", "--dataset os.path:split: the test set is empty: give it a sample"),
     ],
 )
 def test_a_data_set_that_cannot_be_used_is_one_line(name, message):
