@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from tests.processes import error_line, finish, free_port, run, said_by_ranks
-from utils.errors import UsageError, UserError
+from utils.errors import UsageError, explain
 
 LONG = ["--model", "tests.user_code:network", "--epochs", 9999, "--save-every-steps", 2]
 LONG += ["--no-tensorboard"]
@@ -31,10 +31,14 @@ def test_ranks_with_other_data_do_not_train(train, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_without_tensorboard_a_flag_helps(train, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UserError, match="pip install tensorboard, or --no-tensorboard"):
+def test_without_tensorboard_a_flag_helps(train, tmp_path, monkeypatch):
+    (tmp_path / "tensorboard.py").write_text("raise ImportError(\"No module named 'tensorboard'\")")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("tensorboard", "torch.utils.tensorboard"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(ImportError) as caught:
         train("run", "--model", "linear")
+    assert ": pip install tensorboard, or --no-tensorboard" in explain(caught.value)
     train("other", *FEW)
 
 
