@@ -95,25 +95,7 @@ def saved_step(training):
     return training.checkpoint["position"]["step"]
 
 
-STATIC = ["--nnodes", 2, "--master_addr", "node0", "--master_port", 29500, "--node_rank"]
 C10D = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "node0:29400", "--rdzv_id", "job1"]
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [([*STATIC, 0], [*STATIC, 1]), (["--nnodes", 2, *C10D],) * 2],
-    ids=["static", "c10d"],
-)
-def test_torchrun_on_two_machines(first, second, two_machines, training):
-    arguments = training.arguments("ddp", "--model", "linear", "--max-steps", 20, *QUIET)
-    processes = [
-        machine.start("torchrun", *words, "--nproc_per_node", 1, *arguments)
-        for machine, words in zip(two_machines, (first, second), strict=True)
-    ]
-    for process in processes:
-        ended = finish(process, LONG)
-        assert ended.status == 0, ended.text
-    assert training.summary["world_size"] == 2
 
 
 def test_an_elastic_job_goes_on_when_a_machine_joins_and_when_it_is_lost(
@@ -159,27 +141,22 @@ def diagnose(machines, *flags):
     return [finish(process, LONG) for process in processes]
 
 
-def test_the_doctor_measures_each_pair_of_machines(two_machines):
+def test_the_doctor_measures_two_machines_and_names_those_whose_names_lead_to_themselves(
+    two_machines,
+):
     first, second = diagnose(two_machines, "--pairs")
     assert (first.status, second.status) == (0, 0), first.text + second.text
-    lines = first.stdout.splitlines()
-    assert lines[-2].startswith("rank 0 on node0 and rank 1 on node1")
-    assert lines[-1] == "OK"
+    assert "rank 0 on node0 and rank 1 on node1" in first.stdout
     assert "ranks [1] are on node1 (10.77.0.2)" in first.stdout
-
-
-def test_the_doctor_names_machines_whose_own_names_lead_to_themselves(two_machines):
-    """On Debian a machine's own name leads to 127.0.1.1."""
-    for machine in two_machines:
+    for machine in two_machines:  # as Debian writes it
         hosts = machine.hosts.read_text()
         machine.hosts.write_text(hosts.replace(f"{machine.address} ", "127.0.1.1 "))
     first, second = diagnose(two_machines, "--timeout", 10)
     assert (first.status, second.status) == (1, 1)
-    for machine in two_machines:
-        found = f"warning: on {machine.name} the name {machine.name} leads to 127.0.1.1"
-        assert found in first.stdout
-    for each in (first, second):
-        assert "Rank 0's warnings about names say why" in each.stderr
+    for name in ("node0", "node1"):
+        assert f"warning: on {name} the name {name} leads to 127.0.1.1" in first.stdout
+    for ended in (first, second):
+        assert "Rank 0's warnings about names say why" in ended.stderr
 
 
 SLURM_CONF = """
@@ -228,14 +205,6 @@ class Slurm:
     def run(self, *words, **environment):
         return self.machine.succeed(*words, **self.environment, **environment)
 
-    def submit(self, training, *flags, script_flags=()):
-        """Queue scripts/slurm.sbatch, and return the number of the job."""
-        command = ["sbatch", "--parsable", f"--output={self.output}", *flags]
-        command += [ROOT / "scripts" / "slurm.sbatch"]
-        command += training.arguments("ddp", "--model", "linear", *script_flags)[1:]
-        settings = {"NPROC_PER_NODE": "1", "RUN_DIR": str(training.folder)}
-        return self.run(*command, **settings).strip()
-
     def wait_for(self, number, text):
         """Wait until a job has printed this, or Slurm says it of the job."""
 
@@ -257,7 +226,11 @@ def slurm(tmp_path, two_machines):
 
 def test_a_job_of_slurm_goes_on_after_its_time_limit_and_is_saved_when_cancelled(slurm, training):
     """Slurm sends USR1 90 to 150 seconds before the five minutes are over."""
-    number = slurm.submit(training, "--time=5", script_flags=ENDLESS)
+    command = ["sbatch", "--parsable", "--time=5", f"--output={slurm.output}"]
+    command += [ROOT / "scripts" / "slurm.sbatch"]
+    command += training.arguments("ddp", "--model", "linear", *ENDLESS)[1:]
+    settings = {"NPROC_PER_NODE": "1", "RUN_DIR": str(training.folder)}
+    number = slurm.run(*command, **settings).strip()
     slurm.wait_for(number, f"The run is saved. Job {number} is queued again")
     step = saved_step(training)
     assert step > 0
@@ -265,17 +238,10 @@ def test_a_job_of_slurm_goes_on_after_its_time_limit_and_is_saved_when_cancelled
     slurm.run("scontrol", "update", f"JobId={number}", "StartTime=now")  # it would wait for minutes
     slurm.wait_for(number, f"job {number}, attempt 2")
     wait_until(lambda: saved_step(training) > step, seconds=LONG)  # an epoch is complete
-    assert saved_step(training) % 960 == 0
+    assert saved_step(training) % 960 == 0, "each of two nodes has a process"
     slurm.run("scancel", number)
     slurm.wait_for(number, "JobState=CANCELLED")
     wait_until(lambda: saved_step(training) % 960 > 0, seconds=60)
-
-
-def test_a_job_of_slurm_completes(slurm, training):
-    number = slurm.submit(training, script_flags=["--max-steps", 20, *QUIET])
-    slurm.wait_for(number, "JobState=COMPLETED")
-    assert training.summary["world_size"] == 2
-    assert "Traceback" not in slurm.output.read_text()
 
 
 SSHD_CONFIG = """
@@ -323,7 +289,7 @@ BASE = "python:3.13-slim"
 IMAGE = "localhost/mnist-data-parallel-test"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def image():
     """The image of the Dockerfile. It needs a quarter of an hour, and 7 GB."""
     need("podman")
@@ -336,38 +302,23 @@ def image():
 
 
 def in_container(*options, network="none"):
-    """Return the beginning of a command that runs in a new container."""
+    """Return the beginning of a command that runs in a new container, as some user."""
     limits = [f"--ulimit={name}=4096:4096" for name in ("nofile", "nproc")]  # more may be refused
-    shown = ["--env", "OMP_NUM_THREADS=1", "--shm-size", "256m"]
+    shown = ["--env", "OMP_NUM_THREADS=1", "--shm-size", "256m", "--user", "1234:1234"]
     return [*PODMAN, "run", "--rm", "--network", network, *limits, *shown, *options]
 
 
 @pytest.mark.timeout(3600)
-def test_the_image_trains_compiles_and_runs_an_own_script_as_any_user(image, digits_dir, tmp_path):
-    tmp_path.chmod(0o777)
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs").chmod(0o777)
-    (tmp_path / "own.py").write_text("import torch; open('written', 'w'); print(torch.ones(2))")
-    digits_dir.chmod(0o755)
-    user = ["--user", "1234:1234", "--volume", f"{digits_dir}:/data:ro"]
-    mounted = ["--volume", f"{tmp_path}/runs:/project/runs", image]
-    launcher = ["torchrun", "--standalone", "--nproc_per_node", 2, "train_ddp.py"]
-    flags = ["--data-dir", "/data", "--run-dir", "runs/first", "--max-steps", 5, *QUIET]
-    command = [*in_container(*user, *mounted), *launcher, *flags, "--model", "linear", "--compile"]
-    told = succeed(*command, timeout=LONG).stdout
-    assert "complete: runs/first/summary.json" in told
-    assert (tmp_path / "runs" / "first" / "summary.json").stat().st_uid == 1234
-    own = ["--volume", f"{tmp_path}:/mine", "--workdir", "/mine", image, "python", "own.py"]
-    assert "tensor([1., 1.])" in succeed(*in_container(*user, *own), timeout=LONG).stdout
-    assert (tmp_path / "written").stat().st_uid == 1234
-
-
-@pytest.mark.timeout(3600)
-def test_the_job_of_kubernetes_trains_in_two_containers(image, two_machines, digits_dir, tmp_path):
+def test_the_image_trains_as_a_job_of_kubernetes_and_runs_an_own_script(
+    image, two_machines, digits_dir, tmp_path
+):
     """Each container is in the network of a machine. There is no Kubernetes."""
     _, job = yaml.safe_load_all((ROOT / "scripts" / "kubernetes" / "job.yaml").read_text())
     command = job["spec"]["template"]["spec"]["containers"][0]["command"]
     shutil.copytree(digits_dir, tmp_path / "data")
+    for folder in (tmp_path, tmp_path / "data"):
+        folder.chmod(0o777)
+    flags = ["--model", "linear", "--max-steps", 5, "--compile", *QUIET]
     containers = []
     for index, machine in enumerate(two_machines):
         words = [word.replace("$(JOB_COMPLETION_INDEX)", str(index)) for word in command]
@@ -375,12 +326,18 @@ def test_the_job_of_kubernetes_trains_in_two_containers(image, two_machines, dig
         options = ["--volume", f"{tmp_path}:/shared", "--hostname", name]
         options += ["--add-host", "mnist-ddp-0.mnist-ddp:10.77.0.1"]
         options += ["--add-host", f"{name}:{machine.address}", image]
-        containers.append(start(*in_container(*options, network=f"ns:{machine.network}"), *words))
+        begin = in_container(*options, network=f"ns:{machine.network}")
+        containers.append(start(*begin, *words, *flags))
     for container in containers:
         ended = finish(container, LONG)
         assert ended.status == 0, ended.text
-    summary = json.loads((tmp_path / "runs" / "mnist-ddp" / "summary.json").read_text())
-    assert summary["world_size"] == 2
+    summary = tmp_path / "runs" / "mnist-ddp" / "summary.json"
+    assert json.loads(summary.read_text())["world_size"] == 2
+    assert summary.stat().st_uid == 1234
+
+    (tmp_path / "own.py").write_text("import torch; open('written', 'w'); print(torch.ones(2))")
+    own = ["--volume", f"{tmp_path}:/mine", "--workdir", "/mine", image, "python", "own.py"]
+    assert "tensor([1., 1.])" in succeed(*in_container(*own), timeout=LONG).stdout
 
 
 def test_the_notebook_runs_from_its_first_cell_to_its_last(digits_dir, tmp_path):
@@ -392,14 +349,10 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(digits_dir, tmp_path)
     text = text.replace("ADDRESS", str(ROOT))
     text = text.replace("quickstart.sh", f"quickstart.sh --max-steps 20 {quick}")
     text = text.replace("-- --model resnet18 --amp fp16", f"--rounds 1 --seconds 0.5 -- {quick}")
-    assert text.count(quick) >= 2
-    (tmp_path / "two_gpus.ipynb").write_text(text)
-    code = "import nbclient, nbformat; book = nbformat.read('two_gpus.ipynb', 4)\n"
-    code += "nbclient.NotebookClient(book, timeout=900).execute()\n"
-    code += "nbformat.write(book, 'two_gpus.ipynb')"
-    succeed(sys.executable, "-c", code, cwd=tmp_path, timeout=900)
-    cells = json.loads((tmp_path / "two_gpus.ipynb").read_text())["cells"]
+    book = tmp_path / "two_gpus.ipynb"
+    book.write_text(text)
+    succeed(BIN / "jupyter-execute", "--inplace", "--timeout=900", book, timeout=900)
+    cells = json.loads(book.read_text())["cells"]
     outputs = ["".join("".join(o.get("text", "")) for o in c.get("outputs", [])) for c in cells]
     assert "test accuracy" in outputs[2]
     assert "speed-up" in outputs[3]
-    assert all(len(output.splitlines()) < 120 for output in outputs), "a progress bar in its steps"
