@@ -1,10 +1,9 @@
-"""The doctor's findings, the benchmark's equal conditions, and the pictures of runs."""
+"""The doctor's findings, and the equal conditions of the benchmark."""
 
 import argparse
 import json
 import socket
 import sys
-from xml.etree import ElementTree
 
 import pytest
 
@@ -18,36 +17,36 @@ BENCHMARK = ROOT / "scripts" / "tools" / "benchmark.py"
 def healthy(rank):
     """Return the facts of one of four ranks, on two machines with two GPUs each."""
     host = f"node{rank // 2}"
-    facts = {"host": host, "versions": "torch 2.15", "interface": None, "shm": 1024}
-    facts |= {"name_leads_to": f"10.0.0.{rank // 2 + 1}"}
-    return facts | {"gpu": f"GPU {rank % 2} of {host}", "free": 79.0, "memory": 80.0}
+    return {
+        "host": host,
+        "versions": "torch 2.15",
+        "interface": None,
+        "shm": 1024,
+        "name_leads_to": f"10.0.0.{rank // 2 + 1}",
+        "gpu": f"GPU {rank % 2} of {host}",
+        "free": 79.0,
+        "memory": 80.0,
+    }
 
 
 @pytest.mark.parametrize(
-    ("rank", "changes", "words"),
+    ("rank", "fact", "value", "words"),
     [
-        (3, {"versions": "torch 2.14"}, "error: ranks [3] have torch 2.14: install"),
-        (2, {"name_leads_to": None}, "warning: on node1 the name node1 leads to no address"),
-        (0, {"name_leads_to": "127.0.1.1"}, "warning: on node0 the name node0 leads to 127.0.1.1"),
-        (2, {"shm": 64}, "warning: 64 MiB free in /dev/shm of node1"),
-        (3, {"free": 9.0}, "warning: 9 of 80 GiB free on GPU 1 of node1: nvidia-smi"),
-        (3, {"gpu": "GPU 0 of node1"}, "error: ranks [2, 3] have GPU 0 of node1: each"),
+        (3, "versions", "torch 2.14", "error: ranks [3] have torch 2.14: install"),
+        (0, "name_leads_to", "127.0.1.1", "warning: on node0 the name node0 leads to 127.0.1.1"),
+        (2, "shm", 64, "warning: 64 MiB free in /dev/shm of node1"),
+        (3, "free", 9.0, "warning: 9 of 80 GiB free on GPU 1 of node1: nvidia-smi"),
+        (3, "gpu", "GPU 0 of node1", "error: ranks [2, 3] have GPU 0 of node1: each"),
+        (3, "gpu", "no GPU", "error: ranks [3] have no GPU: each"),
     ],
 )
-def test_the_doctor_names_each_defect_and_nothing_else(rank, changes, words):
+def test_the_doctor_names_each_defect_and_nothing_else(rank, fact, value, words):
     ranks = [healthy(rank) for rank in range(4)]
     assert all(line.startswith("ok: ") for line in doctor.examine(ranks))
-    ranks[rank] |= changes
+    ranks[rank][fact] = value
     found = [line for line in doctor.examine(ranks) if not line.startswith("ok: ")]
     assert found[-1].startswith(words)
-    assert len(found) == (2 if "versions" in changes else 1), "both versions are named"
-
-
-def test_a_rank_without_a_gpu_among_others_is_an_error():
-    without = healthy(1) | {"gpu": "no GPU"}
-    found = list(doctor.examine([healthy(0), without]))
-    assert "error: ranks [1] have no GPU: each rank needs its own" in found
-    assert not any(line.startswith("error") for line in doctor.examine([without, without]))
+    assert len(found) == (2 if fact == "versions" else 1), "both versions are named"
 
 
 @pytest.mark.slow
@@ -64,16 +63,6 @@ def test_the_doctor_names_who_is_missing_and_who_came_twice():
 
 
 @pytest.mark.slow
-def test_the_doctor_names_who_counts_otherwise():
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, DOCTOR, "--timeout", 10]
-    processes = [start(*command, RANK=r, WORLD_SIZE=size, **place) for r, size in ("02", "13")]
-    first, second = map(finish, processes)
-    assert (first.status, second.status) == (1, 1)
-    assert "different WORLD_SIZE, {0: 2, 1: 3}" in first.stderr
-
-
-@pytest.mark.slow
 def test_the_doctor_does_not_wait_for_a_program_that_says_nothing():
     """Another program may have the port. PyTorch's store would wait for its answer for ever."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -86,11 +75,8 @@ def test_the_doctor_does_not_wait_for_a_program_that_says_nothing():
 
 @pytest.mark.slow
 def test_the_doctor_measures_and_judges_under_torchrun():
-    ended = succeed(*torchrun(2, DOCTOR, "--pairs"))
-    lines = ended.stdout.splitlines()
-    assert f"ok: ranks [0, 1] are on {socket.gethostname()} " in ended.stdout
-    sizes = [line.split()[2] for line in lines if line.startswith("gloo all-reduce ")]
-    assert sizes == ["8", "256", "8,192", "262,144", "8,388,608", "268,435,456"]
+    lines = succeed(*torchrun(2, DOCTOR, "--pairs")).stdout.splitlines()
+    assert any(line.startswith("gloo all-reduce 268,435,456 ") for line in lines)
     assert lines[-2].startswith("rank 0 on ")
     assert lines[-1] == "OK"
     ended = run(*torchrun(2, DOCTOR, "--json", "--min-gbps", 1e6))
@@ -98,7 +84,6 @@ def test_the_doctor_measures_and_judges_under_torchrun():
     found = json.loads(ended.stdout)
     assert not found["ok"]
     assert found["findings"][-1].startswith("error: below 1e+06 GB/s: gloo all-reduce 268,435,456")
-    assert [row["bytes"] for row in found["rows"]] == doctor.SIZES
 
 
 PRETENDER = """
@@ -149,38 +134,3 @@ def test_on_gpus_dp_takes_part_and_the_sizes_are_equal():
     techniques = [(setting.technique, setting.devices) for setting in found]
     assert techniques == [("single", 1), ("ddp", 1), ("dp", 2), ("ddp", 2), ("dp", 8), ("ddp", 8)]
     assert [setting.threads for setting in found] == [3, 3, 6, 6, 24, 24]
-
-
-def test_where_data_parallel_only_calls_the_model_no_speed_up_is_printed(tmp_path, capsys):
-    alike = {"dataset": "mnist", "model": "convnet", "device": "cpu", "global_batch_size": 96}
-    alike |= {"threads": 1, "test_accuracy": 0.9875, "train_seconds": 10.0, "data_seconds": 2.0}
-    speeds = {"single": (1, 1000.0), "dp": (1, 1900.0), "ddp": (2, 1700.0)}
-    for technique, (devices, speed) in speeds.items():
-        own = {"technique": technique, "num_devices": devices, "world_size": devices}
-        own |= {"train_images_per_second": speed, "peak_memory_mb": [512.0]}
-        (tmp_path / technique).mkdir()
-        (tmp_path / technique / "summary.json").write_text(json.dumps(alike | own))
-    benchmark.compare([str(tmp_path / technique) for technique in speeds])
-    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "dp 1 1 1,900 - 512 20% 98.75% 10.0" in rows
-    assert "ddp 2 2 1,700 1.70 512 20% 98.75% 10.0" in rows
-    assert "1.90" not in " ".join(rows)
-
-
-def test_a_picture_of_runs_has_text_and_follows_the_colour_scheme(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib", reason="needs matplotlib")
-    from scripts.tools import figures
-
-    for size in (1, 2):
-        folder = tmp_path / str(size)
-        folder.mkdir()
-        run = {"world_size": size, "batch_size": 384 // size, "global_batch_size": 384}
-        (folder / "summary.json").write_text(json.dumps(run))
-        row = {"global_step": 156, "test_accuracy": 0.97, "train_loss": 0.4}
-        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    drawn = tmp_path / "drawn.svg"
-    monkeypatch.setattr(sys, "argv", ["figures.py", str(drawn), str(tmp_path / "1"), str(folder)])
-    figures.main()
-    texts = {"".join(element.itertext()) for element in ElementTree.parse(drawn).iter()}
-    assert {"processes: 1, batch of each: 384", "processes: 2, batch of each: 192"} <= texts
-    assert "prefers-color-scheme: dark" in drawn.read_text()
