@@ -5,39 +5,22 @@ import sys
 
 import pytest
 
-from tests.processes import error_line, finish, free_port, run
+from tests.processes import error_line, finish, free_port, succeed
 
 FEW = ["--model", "linear", "--max-steps", 3, "--no-tensorboard"]
-STATIC = ["--nnodes", 1, "--node_rank", 0, "--master_addr", "127.0.0.1"]
-C10D = ["--nnodes", "1:2", "--rdzv_backend", "c10d", "--rdzv_conf", "last_call_timeout=1"]
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    ("module", "words"),
-    [
-        ("launch", STATIC),  # passes --local-rank to the script
-        ("launch", [*STATIC, "--use_env"]),
-        ("run", STATIC),
-        ("run", C10D),
-    ],
-    ids=["launch", "launch --use_env", "static", "elastic"],
-)
-def test_each_launcher_of_pytorch_trains(module, words, training):
-    port = ["--master_port", free_port()]
-    if words is C10D:
-        port = ["--rdzv_endpoint", f"127.0.0.1:{free_port()}"]
-    launcher = [sys.executable, "-m", f"torch.distributed.{module}", *words, *port]
-    ended = run(*launcher, "--nproc_per_node", 2, *training.arguments("ddp", *FEW))
-    assert ended.status == 0, ended.text
-    assert training.summary["world_size"] == 2
-
-
-def test_ranks_that_are_started_by_hand_train(training):
-    port = free_port()
-    processes = [training.start_rank(rank, 2, port, *FEW) for rank in (1, 0)]
-    assert [finish(process).status for process in processes] == [0, 0]
+@pytest.mark.parametrize("module", ["launch", "run"])
+def test_the_launchers_of_pytorch_train(module, training):
+    """torch.distributed.launch passes --local-rank to the script, and the other one is elastic."""
+    where = f"--master_addr 127.0.0.1 --master_port {free_port()}"
+    if module == "run":
+        where = f"--nnodes 1:2 --rdzv_backend c10d --rdzv_endpoint 127.0.0.1:{free_port()}"
+        where += " --rdzv_conf last_call_timeout=1"
+    launcher = [sys.executable, "-m", f"torch.distributed.{module}", *where.split()]
+    succeed(*launcher, "--nproc_per_node", 2, *training.arguments("ddp", *FEW))
     assert training.summary["world_size"] == 2
 
 
