@@ -1,5 +1,6 @@
 """The lessons: each runs from any folder, can be guessed, and ends with its claim."""
 
+import re
 import subprocess
 import sys
 
@@ -33,6 +34,15 @@ def test_a_lesson_asks_for_a_guess_and_ends_with_what_it_has_shown(path, tmp_pat
     assert shown.startswith("Shown: ")
     is_right = "right" if verdict.endswith(f". The answer is {a}") else "wrong"
     assert verdict.startswith(f"Your guess, a), was {is_right}. The answer is ")
+
+
+def test_a_page_links_each_lesson_under_its_number():
+    """The number is in the name of the file, and no two lessons have the same."""
+    names = {path.name[:2]: path.name for path in FOLDER.glob("[0-9]*.py")}
+    assert len(names) == len(CASES)
+    pages = [path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))]
+    links = re.findall(r"(\d\d)\]\([^)\s]*lessons/(\w+\.py)\)", "".join(pages))
+    assert set(links) == set(names.items())
 
 
 @pytest.mark.gpu(1)
