@@ -19,12 +19,9 @@ def refusal(capsys, flags, **options):
     [
         ("--lr nan", "--lr: nan is not a number from 0 on"),
         ("--batch-size 0", "--batch-size: 0 is not a number from 1 on"),
-        ("--num-workers 1.5", "--num-workers: invalid number value: '1.5'"),
         ("--warmup-epochs 2 --epochs 2", "--warmup-epochs 2 has to be less than --epochs 2"),
-        ("--amp fp8", "invalid choice: 'fp8'"),
         ("--epo 2", "unrecognized arguments: --epo 2"),  # no abbreviations
         ("--sync-bn", "unrecognized arguments: --sync-bn"),  # a flag of train_ddp.py
-        ("--devices 0,1", "unrecognized arguments: --devices"),  # a flag of train_dp.py
         ("--resume --init-weights x.pt", "--init-weights: not allowed with argument --resume"),
         ("--resume", "need --run-dir, the run to continue"),
     ],
