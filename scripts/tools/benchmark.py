@@ -7,8 +7,8 @@
 It starts the training scripts in turns, and reads the images/s that they report. All of them train
 on the same images with the same global batch, and have as many CPU threads for each device. A
 device is a GPU with a fair share of the cores, or a core if there is no GPU. DP takes part if it
-has two GPUs. Flags after -- go to the scripts. Ctrl-C ends the measurement, and prints what there
-is.
+has two GPUs. Flags after -- go to the scripts. After Ctrl-C, or an error of a script, the table has
+what was complete.
 """
 
 import argparse
@@ -44,7 +44,7 @@ class Setting(NamedTuple):
 
 
 Summary = dict[str, Any]  # the content of a summary.json
-Results = dict[Setting, dict[int, Summary]]  # of each round
+Results = dict[Setting, list[Summary]]  # one of each round
 
 
 def counts(text: str) -> list[int]:
@@ -131,7 +131,8 @@ def train(setting: Setting, steps: int, args: argparse.Namespace) -> Summary:
             raise
         if process.returncode:
             lines = output.splitlines() or ["no output"]
-            raise RuntimeError(next((line for line in lines if "error: " in line), lines[-1]))
+            cause = next((line for line in lines if "error: " in line), lines[-1])
+            raise RuntimeError(f"{setting}: {cause}")
         return json.loads(Path(folder, "summary.json").read_text())
 
 
@@ -139,8 +140,8 @@ def measure(args: argparse.Namespace, results: Results) -> None:
     """Run each setting once in each round, and fill ``results``.
 
     Raises:
-        RuntimeError: one device failed already. Later failures are printed.
-        KeyboardInterrupt: Ctrl-C. ``results`` has what was complete.
+        RuntimeError: a script failed. ``results`` has what was complete.
+        KeyboardInterrupt: Ctrl-C, likewise.
     """
     first = train(next(iter(results)), FIRST_STEPS, args)  # reads the data once, too
     images = args.seconds * first[SPEED]
@@ -148,18 +149,15 @@ def measure(args: argparse.Namespace, results: Results) -> None:
     for number in range(args.rounds):
         # Every other round goes backwards: a machine that becomes slower favours nobody.
         for setting in list(results)[:: -1 if number % 2 else 1]:
-            try:
-                run = results[setting][number] = train(setting, steps, args)
-            except RuntimeError as error:
-                print(f"{setting}: {error}", file=sys.stderr)
-            else:
-                speed = f"{run[SPEED]:,.0f} images/s"
-                print(f"round {number + 1}: {setting}: {speed}", file=sys.stderr)
+            run = train(setting, steps, args)
+            results[setting].append(run)
+            speed = f"{run[SPEED]:,.0f} images/s"
+            print(f"round {number + 1}: {setting}: {speed}", file=sys.stderr)
 
 
-def ratios(rounds: dict[int, Summary], others: dict[int, Summary]) -> list[float]:
+def ratios(runs: list[Summary], others: list[Summary]) -> list[float]:
     """Return how many times as fast as others these runs are, in each round that has both."""
-    return [rounds[i][SPEED] / others[i][SPEED] for i in rounds.keys() & others.keys()]
+    return [run[SPEED] / other[SPEED] for run, other in zip(runs, others, strict=False)]
 
 
 def spread(values: list[float], form: str) -> str:
@@ -171,13 +169,14 @@ def spread(values: list[float], form: str) -> str:
     return f"{median} ({low} to {high})" if len(values) > 1 else median
 
 
-def cells(runs: list[Summary], speed_ups: list[float]) -> list[str]:
-    """Return what the last four ``COLUMNS`` say about runs of one setting."""
+def row(setting: Setting, runs: list[Summary], first: list[Summary]) -> list[object]:
+    """Return what the ``COLUMNS`` say about runs of a setting. Speed-ups are over ``first``."""
     memory = [max(run["peak_memory_mb"]) for run in runs]  # of the GPU that has most
     waits = [run["data_seconds"] / run["train_seconds"] for run in runs]
     return [
+        *setting,
         spread([run[SPEED] for run in runs], ",.0f"),
-        spread(speed_ups, ".2f"),
+        spread(ratios(runs, first), ".2f"),
         f"{statistics.median(memory):,.0f}",
         f"{statistics.median(waits):.0%}",
     ]
@@ -193,15 +192,11 @@ def print_table(*rows: Sequence[object]) -> None:
 def report(args: argparse.Namespace, results: Results) -> None:
     """Print the figures, and what they depend on."""
     first = next(iter(results.values()))
-    rows = [
-        [*setting, *cells(list(rounds.values()), ratios(rounds, first))]
-        for setting, rounds in results.items()
-        if rounds
-    ]
+    rows = [row(setting, runs, first) for setting, runs in results.items() if runs]
     print_table(COLUMNS, *rows)
-    for dp, rounds in results.items():
+    for dp, runs in results.items():
         if dp.technique == "dp":
-            found = ratios(results[dp._replace(technique="ddp")], rounds)
+            found = ratios(results[dp._replace(technique="ddp")], runs)
             verdict = "no difference seen: " if found and min(found) <= 1 <= max(found) else ""
             times = spread(found, ".2f")
             print(f"{verdict}on {dp.devices} GPUs DDP is {times} times as fast as DP")
@@ -217,18 +212,17 @@ def compare(folders: list[str]) -> None:
     """Print the results of finished runs. Speed-ups are those over the first one."""
     runs = [json.loads(Path(folder, "summary.json").read_text()) for folder in folders]
     first = runs[0]
-    only_calls = [run for run in runs if run["technique"] == "dp" and run["num_devices"] == 1]
     rows = []
     for run in runs:
+        setting = Setting(run["technique"], run["num_devices"], run["threads"] * run["world_size"])
         alike = all(run[k] == first[k] for k in ("dataset", "model", "device", "global_batch_size"))
-        speed_ups = [run[SPEED] / first[SPEED]] if alike and run not in only_calls else []
-        about = [run["technique"], run["num_devices"], run["threads"] * run["world_size"]]
+        is_comparable = alike and setting[:2] != ("dp", 1)
         results = [f"{run['test_accuracy']:.2%}", f"{run['train_seconds']:.1f}"]
-        rows.append([*about, *cells([run], speed_ups), *results])
+        rows.append([*row(setting, [run], [first] if is_comparable else []), *results])
     print_table([*COLUMNS, "test accuracy", "train seconds"], *rows)
     device = "a GPU" if first["device"] == "cuda" else "a core of the CPU"
     print(f"A device is {device}. A step has {first['global_batch_size']} images.")
-    if only_calls:
+    if any(run["technique"] == "dp" and run["num_devices"] == 1 for run in runs):
         print("dp has no speed-up here: without two GPUs nn.DataParallel only calls the model.")
 
 
@@ -239,17 +233,16 @@ def main() -> int:
         return 0
     # Whoever stops the benchmark with SIGTERM gets the table as well.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    results: Results = {setting: {} for setting in settings(args)}
+    results: Results = {setting: [] for setting in settings(args)}
     status = 0
     try:
         measure(args, results)
-    except RuntimeError as error:
-        sys.exit(f"benchmark.py: error: {error}")
-    except KeyboardInterrupt:
-        status = 130
-        print("interrupted: this is what was complete", file=sys.stderr)
-    report(args, results)
-    return status or int(any(len(rounds) < args.rounds for rounds in results.values()))
+    except (KeyboardInterrupt, RuntimeError) as error:
+        print(f"benchmark.py: error: {str(error) or 'interrupted'}", file=sys.stderr)
+        status = 1
+    if any(results.values()):
+        report(args, results)
+    return status
 
 
 if __name__ == "__main__":
