@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, random_split
+from torch.utils.data import TensorDataset, default_collate, random_split
 from torchvision.datasets import MNIST
 
 import data
@@ -34,8 +34,8 @@ def epoch_of(world_size, start=0, epoch=0, seed=0, size=G):
     return shares
 
 
-@pytest.mark.parametrize("start", [0, G, 3 * G, 500, 7 * G, 999])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 6, 7])
+@pytest.mark.parametrize("start", [0, 3 * G, 500, 999])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 def test_the_ranks_share_each_global_batch_from_any_position(world_size, start):
     [order] = epoch_of(1, size=1)
     assert sorted(order) == [*range(N)]
@@ -48,10 +48,11 @@ def test_the_ranks_share_each_global_batch_from_any_position(world_size, start):
         assert together == {*order[start + k * G : start + (k + 1) * G]}
 
 
-def test_the_order_depends_on_seed_and_epoch():
-    orders = [epoch_of(1, epoch=epoch, seed=seed)[0] for epoch, seed in ((0, 0), (1, 0), (0, 5))]
-    assert orders[0] == epoch_of(1)[0]
-    assert len({*map(tuple, orders)}) == 3
+def test_each_epoch_and_each_seed_has_an_order_of_its_own():
+    first = epoch_of(1)
+    assert epoch_of(1) == first
+    assert epoch_of(1, epoch=1) != first
+    assert epoch_of(1, seed=5) != first
 
 
 def test_a_set_smaller_than_a_global_batch_is_refused():
@@ -60,50 +61,30 @@ def test_a_set_smaller_than_a_global_batch_is_refused():
         ResumableDistributedSampler(range(N), N + 1)
 
 
-class Pairs(Dataset):
-    """Samples that are dicts, and a collate_fn of its own that makes pairs of them."""
-
-    def __len__(self):
-        return 10
-
-    def __getitem__(self, index):
-        return {"image": torch.full((2,), index), "label": index}
+class Backwards(TensorDataset):
+    """A data set with a collate_fn of its own."""
 
     @staticmethod
     def collate_fn(samples):
-        images = torch.stack([sample["image"] for sample in samples])
-        return images, torch.tensor([sample["label"] for sample in samples])
+        return default_collate(samples[::-1])
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_each_kind_of_data_set_gives_the_batches_that_the_sampler_asks_for(workers, digits_dir):
+def test_a_batch_has_the_samples_that_the_sampler_asks_for(workers, digits_dir):
+    """Of a data set in memory, of a split of it, and of one with a collate_fn of its own."""
     train_set, test_set = data.load("mnist", str(digits_dir))
     images, labels = train_set.tensors
-    assert (images.shape, images.dtype, len(test_set)) == ((1920, 28, 28), torch.uint8, 500)
     wanted = [3, 1, 4, 1, 5]
-    part = random_split(train_set, [20, 1900], torch.Generator().manual_seed(0))[0]
-    sets = {
-        "whole": (train_set, wanted),
-        "split": (part, [part.indices[i] for i in wanted]),
-        "subset": (Subset(train_set, range(100, 200)), [100 + i for i in wanted]),
-        "joined": (ConcatDataset([Subset(train_set, [7]), train_set]), [2, 0, 3, 0, 4]),
-    }
-    for name, (dataset, places) in sets.items():
-        first, second = data.make_loader(dataset, 3, wanted, num_workers=workers)
-        for batch, own in ((first, places[:3]), (second, places[3:])):
-            assert torch.equal(batch[0], images[own]), name
-            assert torch.equal(batch[1], labels[own]), name
+    part = random_split(train_set, [20, 1900])[0]
+    for dataset, places in ((train_set, wanted), (part, [part.indices[i] for i in wanted])):
+        batches = list(data.make_loader(dataset, 3, wanted, num_workers=workers))
+        assert [len(batch[0]) for batch in batches] == [3, 2]
+        assert torch.equal(torch.cat([batch[0] for batch in batches]), images[places])
+        assert torch.equal(torch.cat([batch[1] for batch in batches]), labels[places])
     [batch] = data.make_loader(test_set, 500, num_workers=workers)
     assert torch.equal(batch[0], test_set.tensors[0]), "the order is that of the set"
-    [(images, labels)] = data.make_loader(Pairs(), 10, num_workers=workers)
-    assert images[:, 0].tolist() == labels.tolist() == [*range(10)], "by its own collate_fn"
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_rank_without_a_test_image_evaluates_none(workers):
-    """With fewer test images than ranks, and every image is counted once."""
-    one = TensorDataset(torch.zeros(1, 28, 28), torch.zeros(1))
-    assert list(data.make_loader(one, 4, range(1, 1, 2), num_workers=workers)) == []
+    [(numbers,)] = data.make_loader(Backwards(torch.arange(10)), 10, num_workers=workers)
+    assert numbers.tolist() == [*range(9, -1, -1)]
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated"])
@@ -115,24 +96,20 @@ def test_a_file_that_is_missing_or_truncated_is_one_line(damage, digits_dir, tmp
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:200])
-    with pytest.raises(UsageError, match=r"MNIST cannot be read .*--dataset synthetic") as caught:
+    with pytest.raises(UsageError, match=r"^MNIST cannot be read .*/MNIST/raw .*synthetic$"):
         data.load("mnist", str(tmp_path))
-    assert f"{tmp_path}/MNIST/raw" in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_folder_that_can_only_be_read_is_enough(digits_dir):
     def load():
         if os.geteuid() == 0:
             os.setuid(65534)  # root may write everywhere
-        assert [len(part) for part in data.load("mnist", folder)] == [1920, 500]
+        data.load("mnist", folder)
 
     with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are closed to others
         shutil.copytree(digits_dir / "MNIST", Path(folder, "MNIST"))
         os.chmod(folder, 0o555)
         assert ended(fork(load)) == [0]
-        os.chmod(folder, 0o755)
-        assert os.listdir(folder) == ["MNIST"]
 
 
 def test_of_processes_that_start_at_once_one_draws(tmp_path, monkeypatch):
@@ -150,61 +127,48 @@ def test_of_processes_that_start_at_once_one_draws(tmp_path, monkeypatch):
     assert drawn.read_text().split() == ["60000", "10000"]
 
 
-def test_digits_are_drawn_the_same_each_time_and_their_normalisation_fits():
-    images, labels = digits.draw_digits(1000, seed=0)
-    torch.rand(1)
+def test_digits_are_drawn_the_same_each_time():
+    """Or runs of --dataset synthetic on two machines could not be compared."""
+    images, _ = digits.draw_digits(1000, seed=0)
     assert torch.equal(images, digits.draw_digits(1000, seed=0)[0])
-    assert not torch.equal(images, digits.draw_digits(1000, seed=1)[0])
-    assert labels.bincount(minlength=10).min() > 60
-    mean, std = data.DATASETS["synthetic"]
-    assert float((images / 255).mean()) == pytest.approx(mean, abs=0.005)
-    assert float((images / 255).std()) == pytest.approx(std, abs=0.005)
+    assert not torch.equal(images, digits.draw_digits(1000, seed=1)[0]), "or it would be the test"
 
 
-def test_bytes_become_normalised_floats():
+def test_bytes_become_normalised_floats_and_floats_are_left_as_they_are():
     images = torch.arange(2 * 28 * 28).remainder(256).byte().view(2, 28, 28)
+    labels = torch.tensor([3, 4])
     transform = data.Transform("mnist", CPU)
-    floats, labels = transform([images, torch.tensor([3, 4])])
+    floats, given = transform([images, labels])
     assert torch.allclose(floats[:, 0], (images / 255 - 0.1307) / 0.3081)
-    assert floats.shape == (2, 1, 28, 28)
-    assert labels.tolist() == [3, 4]
+    assert torch.equal(given, labels)
     assert torch.allclose(data.Transform("my:load", CPU)([images, labels])[0][:, 0], images / 255)
     colours = transform([images.view(2, 7, 4, 28), labels])[0]
     assert torch.equal(colours, floats.view(2, 7, 4, 28)), "seven channels"
-    kept = torch.randn(2, 3, 4, 5)
-    assert transform([kept, labels], augment=True)[0] is kept, "floats are left as they are"
+    assert transform([floats, labels], augment=True)[0] is floats
 
 
-@pytest.mark.parametrize("batch", [{"image": torch.zeros(2)}, [torch.zeros(2)] * 3])
-def test_a_batch_that_is_no_pair_names_the_places_to_change(batch):
+def test_a_batch_that_is_no_pair_names_the_places_to_change():
     message = r"collate_fn.* Transform in data.py .*model\(images\)"
     with pytest.raises(UsageError, match=message):
-        data.Transform("my:load", CPU)(batch)
+        data.Transform("my:load", CPU)({"image": torch.zeros(2)})
 
 
 def test_a_shift_moves_each_image_by_up_to_a_pixel():
     images = torch.randint(1, 256, (300, 3, 4, 6), dtype=torch.uint8)
-    torch.manual_seed(0)
-    shifted = data.random_shift(images)
-    torch.manual_seed(0)
-    assert torch.equal(data.random_shift(images), shifted)
-    assert not torch.equal(data.random_shift(images), shifted)
     padded = F.pad(images, (1, 1, 1, 1))
     windows = [padded[..., y : y + 4, x : x + 6] for y in range(3) for x in range(3)]
-    is_here = (torch.stack(windows) == shifted).flatten(2).all(2)
+    is_here = (torch.stack(windows) == data.random_shift(images)).flatten(2).all(2)
     assert is_here.any(0).all(), "each image is one of its windows"
     assert is_here.any(1).all(), "all nine shifts are drawn"
     black = torch.zeros(64, 28, 28, dtype=torch.uint8)
     floats, _ = data.Transform("mnist", CPU)([black, torch.zeros(64)], augment=True)
-    background = torch.full((64, 1, 28, 28), -0.1307 / 0.3081)
-    torch.testing.assert_close(floats, background, msg="the border has another colour")
+    assert floats.unique().numel() == 1, "the border has the colour of the background"
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("mnits", "--dataset mnits is none of mnist, fashion-mnist, synthetic, nor a module:call"),
-        ("my_own_dta:load", "--dataset my_own_dta:load: ModuleNotFoundError: No module named"),
         ("json:lod", r"--dataset json:lod: AttributeError: .* no attribute 'lod'"),
     ],
 )
