@@ -36,6 +36,10 @@ def rows(tmp_path):
     return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
 
 
+def summary(tmp_path):
+    return json.loads((tmp_path / "summary.json").read_text())
+
+
 def scalars(tmp_path, name):
     """Return what TensorBoard shows under a name: the value at each step."""
     events = EventAccumulator(str(tmp_path)).Reload()
@@ -56,11 +60,13 @@ def test_after_a_resume_nothing_is_shown_that_was_not_saved(open_logger, tmp_pat
     losses = {1: 1, 2: 1, 3: 1, 4: 2, 5: 2}
     assert scalars(tmp_path, "running_mean_rank_0/loss") == losses
     assert scalars(tmp_path, "test/loss") == {2: 1, 5: 2}
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["resumed_from"], summary["global_step"], summary["test_loss"]) == (3, 5, 2)
+    facts = summary(tmp_path)
+    assert (facts["resumed_from"], facts["global_step"], facts["test_loss"]) == (3, 5, 2)
 
 
-def test_the_speed_leaves_out_the_first_steps_of_an_epoch(open_logger, tmp_path, monkeypatch):
+def test_the_speed_leaves_out_the_first_steps_of_an_epoch(
+    open_logger, tmp_path, monkeypatch, capsys
+):
     """They take a second each, and the others a tenth. A short epoch at the end changes nothing."""
     now = 0.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
@@ -73,32 +79,20 @@ def test_the_speed_leaves_out_the_first_steps_of_an_epoch(open_logger, tmp_path,
     logger.epoch(0, 30, [1, 1, 480], [1, 1, 16], 12.0, 3.0)
     logger.epoch(1, 35, [1, 1, 80], [1, 1, 16], 5.0, 0.5)
     assert [row["train_images_per_second"] for row in rows(tmp_path)] == pytest.approx([160, 160])
+    assert "160 images/s, 10% waiting for data" in capsys.readouterr().out
     logger.close(nn.Linear(1, 1))
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["train_seconds"], summary["data_seconds"]) == (17, 3.5)
-
-
-def test_a_run_shorter_than_a_log_entry_has_a_speed_and_the_share_of_waiting(
-    open_logger, tmp_path, capsys
-):
-    open_logger("--no-tensorboard").epoch(0, 5, [1, 1, 80], [1, 1, 16], 5.0, 0.5)
-    assert rows(tmp_path)[0]["train_images_per_second"] == 16
-    assert "10% waiting for data" in capsys.readouterr().out
+    facts = summary(tmp_path)
+    assert (facts["train_seconds"], facts["data_seconds"]) == (17, 3.5)
 
 
 def test_a_summary_means_a_complete_run(open_logger, tmp_path):
     model = nn.Linear(2, 2)
-    path = tmp_path / "summary.json"
-    logger = open_logger("--seed", 5)
+    logger = open_logger()
     train(logger, 0, 1, 2)
-    assert not path.exists()
+    assert not (tmp_path / "summary.json").exists()
     logger.close(model)
-    summary = json.loads(path.read_text())
-    assert (summary["seed"], summary["weights_sha256"]) == (5, weights_sha256(model))
-    assert 50 < summary["peak_memory_mb"][0] < 10_000, "MiB of this process"
-    # Started again, it is a run that is not complete, until it is.
-    again = open_logger("--seed", 5, step=2)
-    assert not path.exists()
-    again.epoch(0, 2, [0, 0, 0], [50, 40, 50], 0.1, 0.0)
-    again.close(model)
-    assert json.loads(path.read_text())["train_seconds"] == summary["train_seconds"]
+    facts = summary(tmp_path)
+    assert facts["weights_sha256"] == weights_sha256(model)
+    assert 50 < facts["peak_memory_mb"][0] < 10_000, "MiB of this process"
+    open_logger(step=2)
+    assert not (tmp_path / "summary.json").exists(), "started again, the run is not complete"
