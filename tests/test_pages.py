@@ -8,9 +8,7 @@ import sys
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.run import get_args_parser
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Subset, TensorDataset
 from torchvision.transforms.functional import to_pil_image
 
@@ -131,21 +129,21 @@ def regression(data_dir):
     return Subset(whole, range(480)), Subset(whole, range(480, 600))
 
 
-@pytest.mark.parametrize("page", ["docs/running.md", "docs/recipes.md"])
-def test_a_patched_train_ddp_trains_and_resumes(page, train, monkeypatch):
-    diffs = [text for text in blocks(page, "diff") if text.startswith("--- train_ddp.py")]
-    diff = "".join(diffs)  # the recipes work together
+def test_the_diffs_of_train_ddp_make_a_regression_that_keeps_its_best_and_resumes(
+    train, monkeypatch
+):
     text = "import shutil\n" + (ROOT / "train_ddp.py").read_text()
-    monkeypatch.setattr(train_ddp, "train", train_of(apply(diff, text)))
-    flags = ["--no-tensorboard", "--batch-size", 48, "--model", "linear"]
-    if "mse_loss" in diff:
-        flags += ["--dataset", "tests.test_pages:regression", "--max-grad-norm", 0]
+    for page in ("docs/running.md", "docs/recipes.md"):
+        [diff] = [each for each in blocks(page, "diff") if each.startswith("--- train_ddp.py")]
+        text = apply(diff, text)
+    monkeypatch.setattr(train_ddp, "train", train_of(text))
+    flags = ["--no-tensorboard", "--batch-size", 48, "--model", "linear", "--max-grad-norm", 0]
+    flags += ["--dataset", "tests.test_pages:regression"]
     train("run", *flags, script="ddp", ranks=2)
     run = train("run", *flags, "--epochs", 2, "--resume", script="ddp", ranks=2)
     assert len(run.rows) == 2
-    assert ("mse_loss" in diff) == ("test_error" in run.summary)
-    assert run.summary.get("test_error", 0) < 0.9, "less than without training"
-    assert ("best.pt" in diff) == (run.folder / "best.pt").exists()
+    assert run.summary["test_error"] < 0.9, "less than without training"
+    assert (run.folder / "best.pt").exists()
 
 
 OWN_SCRIPT = """
@@ -245,39 +243,23 @@ def test_a_snippet_runs(text, tmp_path, monkeypatch):
     assert in_group(lambda rank: exec(NAMES + text, {}), 1) == [None]
 
 
-def test_all_ranks_skip_a_batch_that_is_bad_on_one_rank():
-    [text] = [each for each in blocks("docs/problems.md", "python") if "is_good" in each]
-
-    def train(rank):
-        torch.manual_seed(0)
-        model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
-        before = model.module.weight.item()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        names = {"torch": torch, "dist": torch.distributed, "optimizer": optimizer}
-        for inputs in ([1.0, float("nan")], [2.0, 4.0]):  # one for each rank
-            exec(text, names | {"loss": model(torch.tensor([inputs[rank]]))})
-        return before - model.module.weight.item()
-
-    assert in_group(train, 2) == [pytest.approx(0.3)] * 2
-
-
 def test_own_model_and_data_and_a_prediction(train, run_ranks, tmp_path, monkeypatch):
     for text in (*blocks("docs/running.md", "python"), *blocks("docs/recipes.md", "python")):
         begin = re.match(r"# (my_\w+\.py)", text)
         if begin or "import data\n" in text:
             (tmp_path / (begin[1] if begin else "predict.py")).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    flags = ["--dataset", "my_data:load", "--no-tensorboard", "--epochs", 5]
-    own = train("own", *flags, "--model", "my_network:MyNetwork", script="ddp", ranks=2)
+    flags = ["--dataset", "my_data:load", "--no-tensorboard"]
+    more = ["--model", "my_network:MyNetwork", "--epochs", 5]
+    own = train("own", *flags, *more, script="ddp", ranks=2)
     assert own.summary["test_accuracy"] > 0.95
-    # With the data's labels, a spot at the top left is class 0.
-    run = train("run", *flags)
+    run = train("run", *flags, "--epochs", 2)
     picture = torch.zeros(28, 28, dtype=torch.uint8)
-    picture[4:12, 2:6] = 255
+    picture[4:12, 2:6] = 255  # with the data's labels, a spot at the top left is class 0
     to_pil_image(picture).save(tmp_path / "picture.png")
     paths = [run.folder / "checkpoints" / "last.pt", "picture.png"]
     _, output = run_ranks(tmp_path / "predict.py", 1, *paths, cwd=tmp_path)
-    assert output.startswith("class 0, ")
+    assert output == "class 0, 100%\n", "less sure if batch normalisation is still training"
 
 
 @pytest.mark.slow
