@@ -1,5 +1,6 @@
 """What goes wrong: the job ends soon, says why in one line, and what was saved is whole."""
 
+import shlex
 import sys
 
 import pytest
@@ -43,15 +44,6 @@ def test_without_tensorboard_a_flag_helps(train, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_ends_the_job(training):
-    """torchrun's report says which it was, and how it ended."""
-    ended = training.run("ddp", *LONG, FAULT="1:8:SIGKILL")
-    assert BROKE in error_line(ended)
-    assert "Signal 9 (SIGKILL) received by PID" in ended.stderr
-    assert training.checkpoint["position"]["step"] == 6
-
-
-@pytest.mark.slow
 def test_a_rank_that_stalls_ends_the_others_after_the_timeout(training):
     port = free_port()
     flags = [*LONG, "--timeout", 20]
@@ -75,18 +67,12 @@ def test_a_mistake_in_the_code_of_a_rank_has_its_traceback_alone(training):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", ["1m", "40m"])
-def test_a_small_dev_shm_is_enough_or_named(size, training):
-    """As in a container, where it has 64 MB. It holds the batches, and never the training set."""
+def test_a_full_dev_shm_is_named(training):
+    """As in a container, where it has 64 MB. A batch of a loader worker is 400 kB here."""
     if run("unshare", "-m", "true").status:
         pytest.skip("needs root, and the right to mount")
-    flags = ["--model", "linear", "--max-steps", 30, "--num-workers", 1, "--batch-size", 512]
-    flags += ["--dataset", "tests.user_code:many"]
-    command = " ".join(map(str, training.command("ddp", *flags)))
-    words = f"mount -t tmpfs -o size={size} tmpfs /dev/shm && exec {command}"
-    ended = run("unshare", "-m", "sh", "-c", words)
-    if size == "1m":
-        assert ended.status == 1
-        assert "No space left on device (28): give /dev/shm more room" in ended.stderr
-    else:
-        assert ended.status == 0, ended.text
+    command = training.command("single", *FEW, "--num-workers", 1, "--batch-size", 512)
+    script = f"mount -t tmpfs -o size=200k tmpfs /dev/shm && exec {shlex.join(command)}"
+    ended = run("unshare", "-m", "sh", "-c", script)
+    assert ended.status == 1
+    assert "No space left on device (28): give /dev/shm more room" in ended.stderr

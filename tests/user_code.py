@@ -114,13 +114,6 @@ def dots(data_dir):
     return whole, whole
 
 
-def many(data_dir):
-    """47 MB of images, which are not as large as they would be in each batch."""
-    images = torch.zeros(60_000, 28, 28, dtype=torch.uint8)
-    whole = TensorDataset(images, torch.arange(60_000) % 10)
-    return whole, torch.utils.data.Subset(whole, range(1000))
-
-
 def other_labels(data_dir):
     """Rank 1 numbers the classes in another way."""
     train_set, test_set = data.load("mnist", data_dir)
