@@ -87,21 +87,22 @@ def test_the_doctor_measures_and_judges_under_torchrun():
 
 
 PRETENDER = """
-import json, os, pathlib, sys
-flags = dict(zip(sys.argv, sys.argv[1:]))
-technique = pathlib.Path(sys.argv[0]).stem.removeprefix("train_")
-rank = int(os.environ.get("RANK", 0))
-size = int(flags["--batch-size"]) * int(os.environ.get("WORLD_SIZE", 1))
-if rank == 0:
-    with open(os.environ["LOG"], "a") as log:
-        log.write(json.dumps([technique, size, flags]) + "\\n")
+import json, os, sys
+from pathlib import Path
+from utils.cli import parse_args
+technique = Path(sys.argv[0]).stem.removeprefix("train_")
+args = parse_args(technique, "")
+if os.environ.get("RANK", "0") == "0":
+    size = args.batch_size * int(os.environ.get("WORLD_SIZE", 1))
+    with open("log", "a") as log:
+        print(technique, args.threads, size, args.max_steps, args.amp, args.device, file=log)
 summary = {
-    "train_images_per_second": {"single": 500.0, "ddp": 750.0}[technique] * int(flags["--threads"]),
-    "peak_memory_mb": [100, 300.0 if technique == "ddp" else 200.0],
+    "train_images_per_second": {"single": 500.0, "ddp": 750.0}[technique] * args.threads,
+    "peak_memory_mb": [100, 200.0],
     "data_seconds": 1.0,
     "train_seconds": 4.0,
 }
-pathlib.Path(flags["--run-dir"], "summary.json").write_text(json.dumps(summary))
+Path(args.run_dir, "summary.json").write_text(json.dumps(summary))
 """
 
 
@@ -115,17 +116,17 @@ def test_the_benchmark_compares_equal_conditions_in_turns(tmp_path):
         (tmp_path / f"train_{name}.py").write_text(PRETENDER)
     command = [sys.executable, folder / "benchmark.py", "--rounds", 2, "--seconds", 0.1]
     command += ["--", "--amp", "bf16"]
-    ended = succeed(*command, LOG=str(tmp_path / "log"), CUDA_VISIBLE_DEVICES="")
-    runs = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    names = [(technique, flags["--threads"]) for technique, _, flags in runs[1:]]
-    assert names[:3] == [("single", "1"), ("single", "2"), ("ddp", "1")]
+    ended = succeed(*command, cwd=tmp_path, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
+    runs = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+    names = [run[:2] for run in runs[1:]]  # the first one finds the number of steps
+    assert names[:3] == [["single", "1"], ["single", "2"], ["ddp", "1"]]
     assert names[3:] == names[2::-1], "the second round goes backwards"
-    assert {size for _, size, _ in runs} == {512}
-    assert len({flags["--max-steps"] for _, _, flags in runs[1:]}) == 1
-    assert all(flags["--amp"] == "bf16" and flags["--device"] == "cpu" for *_, flags in runs)
+    assert {run[2] for run in runs} == {"512"}, "the global batch"
+    assert len({tuple(run[3:]) for run in runs[1:]}) == 1
+    assert runs[-1][-2:] == ["bf16", "cpu"]
     rows = [" ".join(line.split()) for line in ended.stdout.splitlines()]
     assert "single 1 2 1,000 (1,000 to 1,000) 2.00 (2.00 to 2.00) 200 25%" in rows
-    assert "ddp 2 2 750 (750 to 750) 1.50 (1.50 to 1.50) 300 25%" in rows
+    assert "ddp 2 2 750 (750 to 750) 1.50 (1.50 to 1.50) 200 25%" in rows
 
 
 def test_on_gpus_dp_takes_part_and_the_sizes_are_equal():
