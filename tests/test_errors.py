@@ -54,7 +54,7 @@ def test_the_first_rank_of_each_machine_says_why_it_ends_and_the_others_are_ende
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         ranks.append(fork(guard, fail, UserError("lower --lr")))
     other, first = ranks
-    assert ended(first) == [0]
+    assert ended(first, timeout=30) == [0]
     other.terminate()  # as torchrun does
     assert ended(other) == [-signal.SIGTERM]
     assert capfd.readouterr().err.count("error: lower --lr") == 1
