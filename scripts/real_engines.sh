@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the project on what it is made for: containers (podman), Slurm, ssh, two machines, a notebook.
+# Run the project on what it is made for: containers (podman), Slurm, ssh, two machines.
 #
 #   sudo scripts/real_engines.sh [flag of pytest...]         such as -k slurm
 #
@@ -48,7 +48,6 @@ if ! podman image exists "$base" && ! timeout 300 podman pull --quiet "docker.io
     made=("$base")
 fi
 
-printf '%s\n' nbclient ipykernel >"$folder/notebook.txt"
-make_environment requirements.txt requirements-dev.txt "$folder/notebook.txt"
+make_environment requirements.txt requirements-dev.txt
 # In one process, because each test starts several.
 "$PYTHON" -m pytest -m slow tests/test_engines.py "$@"

@@ -1,6 +1,7 @@
 """The pages: links, commands, diffs and snippets are right, and the Chinese ones have the same."""
 
 import argparse
+import json
 import re
 import runpy
 import shlex
@@ -58,12 +59,15 @@ class ParsedError(Exception):
 
 
 def commands():
-    """Yield the commands in the blocks, and those that are quoted in the text."""
+    """Yield the commands of the blocks, those quoted in the text, and those of the notebook."""
     for page, text in PAGES.items():
         for block in blocks(page, "bash", "sh"):
             yield from (line.strip() for line in block.splitlines() if line.strip())
         quoted = re.findall(r"`((?:python|torchrun|sbatch)\s[^`]+)`", FENCE.sub("", text))
         yield from (" ".join(each.split()) for each in quoted)
+    notebook = json.loads((ROOT / "docs" / "two_gpus.ipynb").read_text())
+    lines = [line.strip() for cell in notebook["cells"] for line in cell["source"]]
+    yield from (line[1:] for line in lines if line.startswith("!"))
 
 
 @pytest.mark.parametrize("command", sorted(set(commands())))
