@@ -7,8 +7,10 @@ import time
 import pytest
 
 import train_ddp
-from tests.processes import finish, said_by_ranks, wait_until
+from tests.helpers import ended, fork
+from tests.processes import LIMIT, finish, said_by_ranks, wait_until
 from utils import checkpoint
+from utils.process import StopSignal
 
 # Far more training than any test waits for.
 LONG = ["--model", "mlp", "--epochs", 9999, "--no-tensorboard"]
@@ -67,28 +69,23 @@ def test_a_stop_from_outside_is_saved_and_says_how_to_go_on(technique, number, t
         os.killpg(process.pid, number)  # a terminal sends it to all processes
     else:
         process.terminate()  # torchrun passes it on to its ranks
-    ended = finish(process)
+    finished = finish(process)
     assert training.checkpoint["position"]["step"] > 0
-    assert f"--run-dir {training.folder} --resume" in ended.stdout.splitlines()[-1]
-    assert said_by_ranks(ended) == [STOPPING]
-    assert "exitcode" not in ended.stderr, "no rank has failed"
-    assert technique == "ddp" or ended.status == 130
+    assert f"--run-dir {training.folder} --resume" in finished.stdout.splitlines()[-1]
+    assert said_by_ranks(finished) == [STOPPING]
+    assert "exitcode" not in finished.stderr, "no rank has failed"
+    assert technique == "ddp" or finished.status == 130
     assert not (training.folder / "summary.json").exists()
 
 
-@pytest.mark.slow
-def test_a_second_ctrl_c_ends_at_once(training, tmp_path):
-    """In the middle of loading a sample, which takes two minutes."""
-    began = tmp_path / "began"
-    process = training.start("single", *RECORDS, *SLOW, SLOW="120", STARTED=str(began))
-    wait_until(lambda: began.exists() and (training.folder / "args.json").exists(), process)
-    process.send_signal(signal.SIGINT)
-    assert process.stderr.readline().strip() == STOPPING
-    time.sleep(1)
-    assert process.poll() is None, "the first one waits for the step"
-    process.send_signal(signal.SIGINT)
-    ended = finish(process)
-    assert (ended.status, ended.stderr) == (-signal.SIGINT, "")
+def test_a_second_ctrl_c_ends_at_once():
+    def interrupt_twice():
+        StopSignal()
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(LIMIT)
+
+    assert ended(fork(interrupt_twice)) == [-signal.SIGINT]
 
 
 def test_a_run_under_nohup_goes_on_after_its_terminal_is_closed(train, monkeypatch):
