@@ -22,17 +22,11 @@ print("left:", sorted(name for name in names if "gloo" in name))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_early", [True, False])
-def test_no_thread_of_gloo_is_left_to_abort_the_process(is_early, training, tmp_path):
-    """If no thread stays without the early import either, it can go from the scripts."""
-    text = (ROOT / "train_ddp.py").read_text()
-    script = tmp_path / "train_ddp.py"
-    script.write_text(text if is_early else text.replace("import torch.distributed.nn\n", ""))
-    flags = training.arguments("ddp", "--model", "linear", "--no-tensorboard", "--max-steps", 3)
-    command = [sys.executable, "-c", MAIN, script, *flags[1:]]
-    ended = has_succeeded(finish(start_rank(0, 1, free_port(), *command, PYTHONPATH=str(ROOT))))
-    left = ended.stdout.splitlines()[-1]
-    assert (left == "left: []") == is_early, left
+def test_no_thread_of_gloo_is_left_to_abort_the_process(training):
+    flags = ["--model", "linear", "--no-tensorboard", "--max-steps", 3]
+    command = [sys.executable, "-c", MAIN, *training.arguments("ddp", *flags)]
+    ended = has_succeeded(finish(start_rank(0, 1, free_port(), *command)))
+    assert ended.stdout.splitlines()[-1] == "left: []"
 
 
 @pytest.mark.parametrize(
