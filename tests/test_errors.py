@@ -47,7 +47,7 @@ def test_the_first_rank_of_each_machine_says_why_it_ends_and_the_others_are_ende
     capfd, monkeypatch
 ):
     """Not rank 0 alone: its machine would end the job before another one has said anything."""
-    monkeypatch.setattr("utils.errors.REPORT_SECONDS", 600)
+    monkeypatch.setattr("utils.errors.REPORT_SECONDS", 60)
     monkeypatch.setenv("RANK", "8")
     ranks = []
     for local_rank in ("1", "0"):
