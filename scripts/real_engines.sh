@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the project on what it is made for: containers (podman), Slurm, ssh, two machines.
+# Run the project on what it is made for: containers (podman), Slurm, two machines.
 #
 #   sudo scripts/real_engines.sh [flag of pytest...]         such as -k slurm
 #
@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 source scripts/environment.sh
 
 [[ $EUID == 0 ]] || fail "only root can make namespaces and start Slurm"
-packages=(podman runc debootstrap slurmctld slurmd slurm-client munge openssh-server openssh-client)
+packages=(podman runc debootstrap slurmctld slurmd slurm-client)
 folder=$(mktemp -d)
 made=()
 clean_up() {
@@ -21,7 +21,7 @@ trap clean_up EXIT
 
 if ! dpkg --status "${packages[@]}" iproute2 >"$folder/log" 2>&1; then
     echo "Installing ${packages[*]}" >&2
-    # Debian would start Slurm's daemons and sshd. This file forbids it.
+    # Debian would start Slurm's daemons. This file forbids it.
     if [[ ! -e /usr/sbin/policy-rc.d ]]; then
         printf '#!/bin/sh\nexit 101\n' >/usr/sbin/policy-rc.d
         chmod +x /usr/sbin/policy-rc.d

@@ -235,42 +235,6 @@ def test_a_job_of_slurm_goes_on_after_its_time_limit_and_is_saved_when_cancelled
     wait_until(lambda: saved_step(training) % 960 > 0, seconds=60)
 
 
-SSHD_CONFIG = """
-HostKey {folder}/key
-AuthorizedKeysFile {folder}/key.pub
-PidFile none
-StrictModes no
-PermitRootLogin yes
-SetEnv PATH={path}
-"""
-
-
-def test_run_ssh_trains_on_two_machines_and_ctrl_c_shows_that_all_have_saved(
-    two_machines, training, tmp_path
-):
-    need("sshd", "ssh", "ssh-keygen")
-    succeed("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "key")
-    (tmp_path / "sshd").write_text(SSHD_CONFIG.format(folder=tmp_path, path=PATH))
-    ssh = f"ssh -F none -i {tmp_path}/key -o UserKnownHostsFile={tmp_path}/known"
-    ssh += " -o StrictHostKeyChecking=accept-new -o BatchMode=yes -o LogLevel=ERROR"
-    Path("/run/sshd").mkdir(exist_ok=True)
-    server = shutil.which("sshd", path=PATH)  # it wants its whole path
-    first = two_machines[0]
-    for machine in two_machines:
-        machine.start(server, "-D", "-e", "-f", tmp_path / "sshd")
-        answers = f"until {ssh} {machine.name} true; do sleep 0.3; done"
-        first.succeed("timeout", 60, "bash", "-c", answers)
-
-    settings = {"SSH": ssh, "HOSTS": "node0 node1", "NPROC_PER_NODE": "1"}
-    flags = training.arguments("ddp", "--model", "linear", *ENDLESS)[1:]
-    process = first.start("scripts/run_ssh.sh", *flags, **settings)
-    wait_until(lambda: saved_step(training) > 0, process, LONG)
-    os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all of its programs
-    ended = finish(process, LONG)
-    assert ended.status == 130, ended.text
-    assert "[node0] stopped and saved" in ended.stdout
-
-
 PODMAN = ["podman", *(["--runtime", "runc"] if shutil.which("runc") else [])]
 BASE = "python:3.13-slim"
 IMAGE = "localhost/mnist-data-parallel-test"
