@@ -27,6 +27,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 from tests import helpers, processes  # noqa: E402
+from utils.cli import parse_args  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -72,9 +73,8 @@ def train(digits_dir, tmp_path, monkeypatch):
     def run(name, *flags, script="single", ranks=1, stop=0):
         training = processes.Training(digits_dir, tmp_path / name)
         monkeypatch.setattr(sys, "argv", training.arguments(script, *flags))
-        parse_args = importlib.import_module("utils.cli").parse_args
-        script_train = importlib.import_module(f"train_{script}").train
-        stops = helpers.on_ranks(lambda rank: script_train(parse_args(script, "")), ranks)
+        module = importlib.import_module(f"train_{script}")
+        stops = helpers.on_ranks(lambda rank: module.train(parse_args(script, "")), ranks)
         for error in stops:
             if isinstance(error, Exception):
                 raise error

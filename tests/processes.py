@@ -11,6 +11,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).parent.parent
 # A test inherits no launcher's variables, and none that a user set for this run of test.sh.
 LEFT_OUT = re.compile(r"RANK|LOCAL_RANK|WORLD_SIZE|MASTER_.*|TORCHELASTIC_.*|VENV|TORCH_BACKEND")
@@ -35,10 +37,10 @@ class Finished:
         return self.stdout + self.stderr
 
 
-def torchrun(processes, script, *flags):
-    """Return the command of a script under a standalone torchrun."""
+def torchrun(processes, *words):
+    """Return the command of a standalone torchrun with its other flags, a script and its flags."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [*launcher, "--nproc_per_node", processes, script, *flags]
+    return [*launcher, "--nproc_per_node", processes, *words]
 
 
 def start(*command, cwd=ROOT, **environment):
@@ -127,17 +129,13 @@ class Training:
         own = ["--data-dir", self.data_dir, "--run-dir", self.folder, "--threads", 1]
         return [f"train_{technique}.py", *map(str, [*own, *flags])]
 
-    def command(self, technique, *flags, ranks=2, launcher=()):
-        """Return the command of a script, for ddp with a standalone torchrun and its flags."""
+    def command(self, technique, *flags):
+        """Return the command of a script, for ddp with two ranks under a standalone torchrun."""
         arguments = self.arguments(technique, *flags)
-        if technique != "ddp":
-            return [sys.executable, *arguments]
-        command = torchrun(ranks, *arguments)
-        return [*command[:3], *launcher, *command[3:]]
+        return torchrun(2, *arguments) if technique == "ddp" else [sys.executable, *arguments]
 
-    def start(self, technique, *flags, ranks=2, launcher=(), **environment):
-        command = self.command(technique, *flags, ranks=ranks, launcher=launcher)
-        return start(*command, **environment)
+    def start(self, technique, *flags, **environment):
+        return start(*self.command(technique, *flags), **environment)
 
     def run(self, technique, *flags, timeout=LIMIT, **more):
         return finish(self.start(technique, *flags, **more), timeout)
@@ -160,10 +158,7 @@ class Training:
 
     @property
     def checkpoint(self):
-        import torch
-
-        path = self.folder / "checkpoints" / "last.pt"
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(self.folder / "checkpoints" / "last.pt", map_location="cpu")
 
 
 def wait_until(condition, process=None, seconds=LIMIT):

@@ -7,7 +7,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import data
-from tests.processes import LIMIT, distance, recorded
+from tests.processes import LIMIT, distance, recorded, succeed, torchrun
 
 # Dropout, random shifts, momentum and accumulation, in 16 steps of 32 samples on two ranks.
 NOISY = ["--model", "tests.user_code:dropout_network", "--dataset", "tests.user_code:dots"]
@@ -31,9 +31,9 @@ def test_every_micro_step_of_every_rank_draws_numbers_of_its_own(train, tmp_path
 def test_a_restart_by_torchrun_repeats_what_was_lost(train, training, tmp_path):
     """Rank 1 is killed in step 8, and the restart begins after step 6."""
     calm = train("calm", *NOISY, script="ddp", ranks=2).summary
-    more = {"launcher": ["--max-restarts", 1], "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    more |= {"FAULT": "1:16:SIGKILL", "RECORD": str(tmp_path)}
-    training.succeed("ddp", *NOISY, **more, timeout=2 * LIMIT)
+    command = torchrun(2, "--max-restarts", 1, *training.arguments("ddp", *NOISY))
+    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "RECORD": str(tmp_path)}
+    succeed(*command, **environment, FAULT="1:16:SIGKILL", timeout=2 * LIMIT)
     killed = training.summary
     assert killed["weights_sha256"] == calm["weights_sha256"]
     assert (calm["resumed_from"], killed["resumed_from"]) == (None, 6)
