@@ -133,9 +133,7 @@ def regression(data_dir):
     return Subset(whole, range(480)), Subset(whole, range(480, 600))
 
 
-def test_the_diffs_of_train_ddp_make_a_regression_that_keeps_its_best_and_resumes(
-    train, monkeypatch
-):
+def test_a_patched_train_ddp_is_a_regression_that_keeps_its_best_and_resumes(train, monkeypatch):
     text = "import shutil\n" + (ROOT / "train_ddp.py").read_text()
     for page in ("docs/running.md", "docs/recipes.md"):
         [diff] = [each for each in blocks(page, "diff") if each.startswith("--- train_ddp.py")]
