@@ -15,7 +15,6 @@ from utils.process import StopSignal
 # Far more training than any test waits for.
 LONG = ["--model", "mlp", "--epochs", 9999, "--no-tensorboard"]
 RECORDS = ["--model", "tests.user_code:network", "--no-tensorboard", "--batch-size", 48]
-SLOW = ["--dataset", "tests.user_code:slow"]
 STOPPING = "stopping: this run will save and end"
 
 
@@ -31,7 +30,7 @@ def test_a_run_whose_steps_are_long_stops_after_the_step_of_the_signal(train, mo
     """Ten more steps might take longer than a cluster waits. Here a step loads for 1.2 s."""
     monkeypatch.setenv("FAULT", "1:2:SIGTERM")
     monkeypatch.setenv("SLOW", "0.0075")
-    flags = [*RECORDS, *SLOW, "--batch-size", 160]
+    flags = [*RECORDS, "--dataset", "tests.user_code:slow", "--batch-size", 160]
     run = train("run", *flags, script="ddp", ranks=2, stop=signal.SIGTERM)
     assert run.checkpoint["position"]["step"] == 2
 
