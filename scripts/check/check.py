@@ -31,6 +31,7 @@ from subprocess import STDOUT, Popen
 from typing import Any
 
 import project
+import reading
 import verdict
 
 RANK = Path(__file__).resolve().with_name("rank.py")
@@ -111,7 +112,9 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     """Run the script once, in a process for each rank, and return what the ranks told."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         request = request | {"port": free.getsockname()[1]}
-    kept = {name: text for name, text in os.environ.items() if not LAUNCHERS.fullmatch(name)}
+    kept = dict(os.environ)
+    if request["mode"] != "spawn":  # else the user may set variables of MPI for the script
+        kept = {name: text for name, text in kept.items() if not LAUNCHERS.fullmatch(name)}
     processes = []
     root = Path(request["root"])
     # Scripts ask a terminal for its size. Whoever reads from it finds its end.
@@ -149,6 +152,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         ends[rank] = told.pop() if told and told[-1]["kind"] == "end" else end
         ends[rank]["output"] = printed[-1][:200]
         events += told
+    names = dict.fromkeys(event["path"] for event in events if event["kind"] == "code")
+    events += reading.read(root, list(names))
     if any(end["how"] == "time" for end in ends.values()):  # the others have waited for these
         for end in ends.values():
             end["how"] = "time" if end["how"] == "waited" else end["how"]

@@ -5,6 +5,7 @@ import ctypes
 import fcntl
 import functools
 import io
+import logging
 import os
 import shutil
 import socket
@@ -79,9 +80,9 @@ def open_file(real: Any, file: Any, mode: str = "r", *args: Any, **keywords: Any
     opened = real(path, mode, *args, **keywords)
     if mode[0] in "wxa" and path is not None and isinstance(file, str | os.PathLike):
         name = name_of(file)
+        # The handlers of the ranks may have levels at which only one of them writes: see emit.
         caller = sys._getframe(2).f_globals.get("__name__")
-        # The handlers of the ranks may have levels at which only one of them writes.
-        is_own = name.endswith("lock") or (mode[0] == "a" and caller == "logging")
+        is_own = name.endswith("lock") or caller == "logging"
         is_own |= any(part.startswith((".", "__py")) for part in name.split("/"))
         if next(record.frames(), "") and not unwatched.depth and not is_own and name[0] != "/":
             if mode[0] == "a":  # it may stay as it is
@@ -94,6 +95,14 @@ def open_file(real: Any, file: Any, mode: str = "r", *args: Any, **keywords: Any
 def _append(real: Any, name: str, text: Any) -> int:
     record.tell("every rank logs", same=name, name=name)
     return real(text)
+
+
+@replaces(logging.FileHandler)
+def emit(real: Any, self: Any, entry: Any) -> None:
+    if next(record.frames(), ""):
+        name = name_of(self.baseFilename)
+        record.tell("every rank logs", same=name, name=name)
+    real(self, entry)
 
 
 @replaces(torch)

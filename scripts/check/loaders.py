@@ -194,6 +194,8 @@ class Pass:
         if self.length and all(isinstance(item, int | np.integer) for item in indices):
             self.indices += map(int, indices)
             self.samples += [sample_mark(self.dataset, int(item)) for item in indices]
+        elif self.length:  # such as several samples of one speaker
+            self.samples += [(0, str(item)) for item in indices]
         self.reads += 1
         self.count += len(indices)
         self.fetched = len(indices)
@@ -220,6 +222,8 @@ class Pass:
         former, order = _former.get(self.key), self.indices
         _former[self.key] = self
         if former and len(order) > 3 and former.indices == order:
+            facts["what"] = f"epoch {facts['epoch']} had the order of the one before: "
+            facts["what"] += "set_epoch was not called, or too late"
             record.tell("never shuffled" if order == sorted(order) else "no set_epoch", **facts)
 
 

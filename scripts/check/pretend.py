@@ -304,6 +304,8 @@ _downloaded: set[str] = set()  # names of the data sets that this process has do
 
 def _no_weights(*args: Any, **keywords: Any) -> dict[str, Any]:
     record.tell("left out", what="pretrained weights (fresh ones instead)")
+    same = ("weights", state.node)  # the downloads do not disturb each other
+    record.tell("every rank downloads", level="NOTE", same=same, name="pretrained weights")
     return NO_WEIGHTS
 
 

@@ -1,7 +1,6 @@
 """Run a script as one rank, with stand-ins for what is not here."""
 
 import argparse
-import ast
 import faulthandler
 import importlib.machinery as machinery
 import importlib.util
@@ -27,17 +26,8 @@ import torch.multiprocessing as mp
 import training
 from record import replaces, state
 
-FOREIGN = "pytorch_lightning|lightning|accelerate|deepspeed|horovod|colossalai|ray"
-# What a rank may leave out on its own, and what it may decide on its own.
-LEAVES_OUT = re.compile(r"^ *if\b(?=.*loss).*(?:finite|nan|inf)\b.*:(?:.*\n){1,4}? *continue", re.M)
-DIVIDES = re.compile(  # a loss by the number of ranks, before its backward
-    r"^ *(\w*loss\w*) *(?:/=|=.*/) *[\w.]*(?:world|gpus|nprocs|ranks).*\n(?:.*\n){0,4}?"
-    r".*\b\1\b.*backward\(",
-    re.M,
-)
-STOPS = re.compile(r"^ *(?:el)?if\b.*(?:patience|early_?stop).*:", re.M | re.I)
+FOREIGN = "deepspeed|horovod|colossalai"  # others are refused when they wrap a model
 MAKES = re.compile(r"^ *if not .*(?:exists|isdir)\(.*\n?.*(?:makedirs|mkdir)\((?!.*exist_ok)", re.M)
-BEST = re.compile(r"^ *(?:el)?if\b.*best.*:", re.M | re.I)
 _started: list[BaseProcess] = []  # processes that the script has started: each is a rank
 _makes_groups: list[str] = []  # files of the project that call init_process_group
 
@@ -146,30 +136,12 @@ def compiled(data: Any, path: str) -> types.CodeType:
     text = importlib.util.decode_source(data)
     if "init_process_group" in text:
         _makes_groups.append(path)
+    record.tell("code", path=os.path.relpath(path, state.root))
     if found := re.search(rf"^(?:import|from) ({FOREIGN})\b", text, re.M):
         record.leave("not judged", message=f"it uses {found[1]}, which is not judged")
     for found in MAKES.finditer(text):
         files.looks.add(record.place(path, text.count("\n", 0, found.start()) + 1))
-    if "load_state_dict" in text and Path(path) == Path(sys.argv[0]):
-        _tell_loads(text, path)
-    kinds = {LEAVES_OUT: "leaves a batch out", STOPS: "decides", BEST: "decides"}
-    kinds[DIVIDES] = "loss divided by the ranks"
-    for pattern, kind in kinds.items():
-        for found in pattern.finditer(text):
-            line = record.place(path, text.count("\n", 0, found.start()) + 1)
-            record.tell(kind, line=line, world=state.world)
     return compile(project.bounded_code(text), path, "exec", dont_inherit=True)
-
-
-def _tell_loads(text: str, path: str) -> None:
-    """Tell the calls of torch.load that do not say where the tensors go, as no other does."""
-    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call) and node.args]
-    loads = [call for call in calls if ast.unparse(call.func) == "torch.load"]
-    mapped = [call for call in loads if len(call.args) > 1 or "map_location" in ast.unparse(call)]
-    placed = {ast.unparse(call.args[0]) for call in mapped}
-    for call in loads:
-        if ast.unparse(call.args[0]) not in placed:
-            record.tell("loads onto one GPU", line=record.place(path, call.lineno))
 
 
 def _run_started(processes: list[Any] | None = None) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import sys
 from collections import Counter
 from datetime import timedelta
 from typing import Any
@@ -26,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.optimizer import register_optimizer_step_post_hook as after_step
 from torch.optim.optimizer import register_optimizer_step_pre_hook as before_step
 
+TRAINERS = re.compile("/(pytorch_lightning|lightning|accelerate|ray)/")  # which wrap models, too
 BETWEEN_TWO = r"(i?send|i?recv|batch_isend)\w*"
 COLLECTIVES = (
     r"((all_)?(gather|reduce(?!_op))|all_to_all|broadcast|scatter)\w*|(monitored_)?barrier"
@@ -41,6 +43,7 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 Sums = tuple[float, float] | None
 wrappers: list["Watched"] = []
+backends: list[str] = []  # that the script asks for
 names: dict[int, str] = {}  # of parameters, by their id
 owners: dict[int, "Watched"] = {}  # the wrapper that averages a parameter, by its id
 _storages: dict[int, "Watched"] = {}  # the same, by the address of its values
@@ -65,6 +68,7 @@ def init_process_group(real: Any, *args: Any, **keywords: Any) -> None:
         record.again(world, state.mode)
     state.clock += 1
     state.groups += 1
+    backends.append(str(passed.get("backend")))
     state.is_parent = False
     store = dist.FileStore(f"{state.root}/.store{state.groups}", world)
     record.tell("group", given=rank)
@@ -102,8 +106,11 @@ def _count(real: Any, *args: Any, **keywords: Any) -> Any:
             _totals[id(sent)] = sent, state.clock
     needs = isinstance(sent, Tensor) and sent.requires_grad and sent.dim() > 1
     is_loss = torch.is_grad_enabled() and all(item.mode is not False for item in loaders.latest)
-    if name.startswith(("all_gather", "all_reduce")) and needs and is_loss:
+    if name.startswith("all_gather") and needs and is_loss:
         record.tell("gathered without gradients")
+    if "object" in name and "gloo" not in backends:
+        device = pretend.visible()[pretend.use()]
+        record.tell("objects over one GPU", same=(state.node, device), device=device)
     if name == "new_group":
         passed["backend"] = "gloo"
     with _counted:
@@ -186,6 +193,8 @@ DDP._passing_sync_batchnorm_handle = lambda self, module: None  # type: ignore[m
 
 @replaces(DDP, name="__init__")
 def wrap(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
+    if found := TRAINERS.search(sys._getframe(2).f_code.co_filename):
+        record.leave("not judged", message=f"it uses {found[1]}, which is not judged")
     passed = record.by_name(real, self, *args, **keywords)
     model = passed["module"]
     if state.finds_unused:

@@ -198,9 +198,13 @@ def by_ranks(report: Facts) -> Found:
     """Find what a rank told itself, and what ranks did at the same time that only one may do."""
     alike = defaultdict(list)
     loaders = {"", *(item["key"] for item in _trainings(report))}
+    seen = {item["use"] for item in events_of(report, "pass") if item["epoch"] > 1}
+    seen |= {item["use"] for item in events_of(report, "pass")} - {"training"}
     for event in events_of(report, *TABLE):
         if event.get("drawn_by", "") not in loaders:
             continue  # the script has only looked at the data
+        if event.get("guessed") in seen:
+            continue  # what was read in the code has run, and said what it is
         if "same" not in event:
             yield event["kind"], event
         else:
@@ -318,14 +322,14 @@ def shares(report: Facts) -> Found:
         if None not in batches and len(set(batches)) > 1:
             yield "unequal batches", {**first, "batches": batches}
         # Only where a permutation is shared out: no sampler that draws with replacement.
-        drawn = [item[of] for item in items for of in ("indices", "samples")]
-        permuted = all(each and len(set(map(str, each))) == len(each) for each in drawn)
+        drawn = [list(map(str, item["samples"])) for item in items]
+        permuted = all(each and len(set(each)) == len(each) for each in drawn)
         contents = [item["content"] for item in items]
-        if not permuted or len({item["length"] for item in items}) > 1 or not all(contents):
+        if not permuted or len({item["length"] for item in items}) > 1:
             continue
         equal = sum(len(set(column)) == 1 for column in zip(*contents, strict=True))
         common = set(first["indices"]).intersection(*(item["indices"] for item in items))
-        if equal < len(contents[0]) and len(common) <= world:
+        if all(contents) and equal < len(contents[0]) and len(common) <= world:
             # The same data, split in another way, leak from one part into the other.
             is_split = len({str(sample[0]) for item in items for sample in item["samples"]}) == 1
             facts = {"equal": equal, "count": len(contents[0])}
@@ -374,7 +378,9 @@ def evaluation(report: Facts) -> Found:
                 yield "mean of means", facts
         elif combined is not None:
             deciding = [event["line"] for event in events_of(report, "decides")]
-            facts["decides"] = ": this line decides by a share" if deciding else ""
+            what = "each rank evaluates its own share ({counts} samples), and nothing combines them"
+            facts["what"] = what.format_map(facts)
+            facts["what"] += ": this line decides by a share" if deciding else ""
             yield "evaluates a share", {**facts, "line": [*deciding, first["line"]][0]}
 
 

@@ -82,5 +82,5 @@ for _epoch in range(EPOCHS):
     accuracy = correct(share)[0] / len(test_set)
     model.train()
     correct(whole)
-    torch.save(model.state_dict(), "model.pt")  # finds: every rank saves
+    torch.save(model.module.state_dict(), "model.pt")  # finds: every rank saves
 dist.destroy_process_group()

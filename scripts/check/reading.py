@@ -1,0 +1,207 @@
+"""Read in the script's code what a short run may not reach: a resume, a rare stop, the end.
+
+All of it is a WARN at most, because nobody has seen it happen.
+"""
+
+import ast
+import contextlib
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import project
+
+Above = tuple[ast.AST, ...]  # what a node stands in, the outermost first, from its function on
+Found = Iterator[tuple[str, ast.AST, dict[str, Any]]]  # a kind, where, and the facts of its line
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+# A condition that holds on one rank, or on all but one.
+ON_A_RANK = (
+    r"(rank|gpu)[\w'\")(]*( % [\w.]+)? (==|!=|>) 0\b|rank[\w'\")(]* (not )?in [\[({]-?[01]\b"
+    r"|not [\w.]*rank\w*(\(\))?$|is_?(main|master|primary|root|chief|rank)|rank_?(zero|0)\b"
+    r"|(main|master)_(process|proc|rank|node|gpu)"
+)
+OF_OTHERS = re.compile(r"(rank|gpu)\S* (!=|>|not in)|not \S*is_?\w+|not \S*(main|master)_")
+COLLECTIVE = re.compile(
+    r"(torch\.)?(dist|distributed|c10d)\."
+    r"((monitored_)?barrier|all_\w+|broadcast\w*|reduce\w*|gather\w*|scatter\w*)"
+)
+TRAINS = re.compile(r"backward\(|\btrain\w*\(|\.step\(")
+OWN_LOSS = re.compile(r"nan\b|finite|isinf|loss[\w.()]* [<>]|[<>]=? [\w.]*loss", re.I)
+OF_EVALUATION = re.compile("val|test|eval|dev|best", re.I)
+DECIDES = re.compile("patience|early_?stop|best", re.I)
+DIVIDES = re.compile(  # a loss by the number of ranks, before its backward
+    r"^ *(\w*loss\w*) *(?:/=|=.*/) *[\w.]*(?:world|gpus|nprocs|ranks).*\n(?:.*\n){0,4}?"
+    r".*\b\1\b.*backward\(",
+    re.M,
+)
+WRAPPER = re.compile(r"\b(DistributedDataParallel|DDP)\(")
+# What combines the results of ranks, in the script or in a package.
+COMBINES = re.compile(r"all_?reduce|_?gather|\breduce\(|reduce_|torchmetrics|synchronize_")
+
+
+@dataclass
+class Code:
+    """A file of the project, and what has to be known of the others."""
+
+    tree: ast.AST
+    text: str
+    whole: str  # the text of all files
+    on_a_rank: re.Pattern[str]
+
+
+def read(root: Path, names: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield what is wrong in files of the project, as events that a rank could tell."""
+    texts = {name: project.text_of(root / name) for name in names}
+    trees = dict[str, ast.AST]()
+    for name, text in texts.items():
+        with contextlib.suppress(SyntaxError, ValueError):  # the run says so
+            trees[name] = ast.parse(text)
+    flags = {flag for tree in trees.values() for flag in _flags(tree)}
+    on_a_rank = re.compile("|".join([ON_A_RANK, *(rf"\b{flag}\b" for flag in sorted(flags))]), re.I)
+    for name, tree in trees.items():
+        code = Code(tree, texts[name], "\n".join(texts.values()), on_a_rank)
+        for rule in (collectives, stops, divisions, loads, saves, samplers):
+            for kind, node, facts in rule(code):
+                line = f"{name}:{getattr(node, 'lineno', 1)}"
+                yield {"kind": kind, "rank": 0, "clock": 0, "line": line} | facts
+
+
+def _flags(tree: ast.AST) -> Iterator[str]:
+    """Yield the names of variables that are true on one rank, such as ``verbose = rank == 0``."""
+    for node, _ in _nodes(tree):
+        if not isinstance(node, ast.Assign):
+            continue
+        value = ast.unparse(node.value)
+        is_flag = value.startswith("True if") or isinstance(node.value, ast.Compare | ast.BoolOp)
+        if is_flag and re.search(ON_A_RANK, value, re.I):
+            yield from (re.split(r"\W", ast.unparse(target))[-1] for target in node.targets)
+
+
+def _nodes(node: ast.AST, above: Above = ()) -> Iterator[tuple[ast.AST, Above]]:
+    """Yield each node below this one, with what it stands in."""
+    above = (*above, node)
+    for child in ast.iter_child_nodes(node):
+        yield child, above
+        yield from _nodes(child, () if isinstance(child, SCOPES) else above)
+
+
+def _calls(tree: ast.AST) -> Iterator[tuple[ast.Call, str, Above]]:
+    for node, above in _nodes(tree):
+        if isinstance(node, ast.Call):
+            yield node, ast.unparse(node.func), above
+
+
+def _conditions(node: ast.AST, above: Above) -> list[tuple[str, bool]]:
+    """Return the conditions under which a node is reached, and whether each must not hold."""
+    pairs = pairwise((*above, node))
+    found = [(one.test, inner in one.orelse) for one, inner in pairs if isinstance(one, ast.If)]
+    return [(ast.unparse(test), is_else) for test, is_else in found]
+
+
+def collectives(code: Code) -> Found:
+    """Find those that one rank calls, in functions in which the others call none."""
+    by_scope = defaultdict(list)
+    for call, name, above in _calls(code.tree):
+        tests = [pair for pair in _conditions(call, above) if code.on_a_rank.search(pair[0])]
+        has_group = any(keyword.arg == "group" for keyword in call.keywords)
+        if COLLECTIVE.fullmatch(name) and tests and not has_group:
+            test, is_else = tests[-1]
+            by_scope[above[0]].append((call, name, bool(OF_OTHERS.search(test)) != is_else))
+    for calls in by_scope.values():
+        if len({is_of_others for *_, is_of_others in calls}) == 1:
+            for call, name, _ in calls:
+                what = f"{name} stands under a condition on the rank: the others do not call it"
+                yield "other collectives", call, {"what": what, "level": "WARN"}
+
+
+def stops(code: Code) -> Found:
+    """Find where a rank leaves the training, or a batch, by what it alone knows."""
+    for node, above in _nodes(code.tree):
+        if isinstance(node, ast.If) and DECIDES.search(ast.unparse(node.test)):
+            yield "decides", node, {}
+        if not isinstance(node, ast.Break | ast.Return | ast.Continue):
+            continue
+        loops = [at for at, one in enumerate(above) if isinstance(one, ast.For | ast.While)]
+        if not loops or not TRAINS.search(ast.unparse(above[loops[-1]])):
+            continue
+        tests = [test for test, _ in _conditions(node, above[loops[-1] :])]
+        own = [test for test in tests if OWN_LOSS.search(test) and not OF_EVALUATION.search(test)]
+        own = [test for test in own if not _is_agreed(test, code.text)]
+        level = {"level": "WARN"}
+        if isinstance(node, ast.Continue):
+            if own:
+                yield "leaves a batch out", node, level
+        elif own or any(map(code.on_a_rank.search, tests)):
+            why = own[-1] if own else next(filter(code.on_a_rank.search, tests))
+            what = f"a rank leaves the loop by itself, if {why}"
+            yield "a rank stops alone", node, {"what": what} | level
+
+
+def _is_agreed(test: str, text: str) -> bool:
+    """Whether a value of a condition was combined from all ranks."""
+    names = {*re.findall(r"[A-Za-z_]\w*\b(?!\()", test)} - {"np", "torch", "math", "self", "args"}
+    ways = r"\b{0}\b.*=.*(reduc|gather|broadcast|sync)|(reduc|gather|broadcast|sync)\w*\(.*\b{0}\b"
+    return any(re.search(ways.format(name), text) for name in names)
+
+
+def divisions(code: Code) -> Found:
+    for found in DIVIDES.finditer(code.text):
+        node = ast.Pass(lineno=code.text.count("\n", 0, found.start()) + 1)
+        yield "loss divided by the ranks", node, {}
+
+
+def loads(code: Code) -> Found:
+    """Find calls of torch.load that do not say where the tensors go, as no other does."""
+    if "load_state_dict" not in code.text:
+        return
+    calls = [call for call, name, _ in _calls(code.tree) if name == "torch.load" and call.args]
+    mapped = [call for call in calls if len(call.args) > 1 or "map_location" in ast.unparse(call)]
+    placed = {ast.unparse(call.args[0]) for call in mapped}
+    for call in calls:
+        if ast.unparse(call.args[0]) not in placed:
+            yield "loads onto one GPU", call, {}
+
+
+def saves(code: Code) -> Found:
+    """Find models that are saved or loaded with the names of their wrapper, and not the other."""
+    wrapped = dict[str, tuple[int, ast.AST]]()  # the line and the function that wrap each model
+    for node, above in _nodes(code.tree):
+        if isinstance(node, ast.Assign) and WRAPPER.search(ast.unparse(node.value)):
+            wrapped |= {ast.unparse(target): (node.lineno, above[0]) for target in node.targets}
+    calls = defaultdict(list)
+    for call, name, above in _calls(code.tree):
+        is_choice = any(isinstance(node, ast.IfExp) for node in above)
+        tests = "".join(test for test, _ in _conditions(call, above))
+        if not is_choice and not re.search("hasattr|isinstance|distributed|world", tests):
+            calls[name].append((call, above[0]))
+    for model, (line, scope) in wrapped.items():
+        saved = [call for call, _ in calls[f"{model}.state_dict"] if call.lineno > line]
+        loads = calls[f"{model}.load_state_dict"]
+        for call in saved if not loads else ():
+            yield "names of the wrapper", call, {}
+        if calls[f"{model}.module.state_dict"] and not saved:
+            for call, place in loads:
+                if place is scope and call.lineno > line:
+                    yield "other names", call, {}
+
+
+def samplers(code: Code) -> Found:
+    """Find samplers whose epoch no file of the project sets, and shares that none combines."""
+    for call, name, above in _calls(code.tree):
+        if not name.endswith("DistributedSampler"):
+            continue
+        statement = next((node for node in above[::-1] if isinstance(node, ast.stmt)), call)
+        target = (
+            ast.unparse(statement).partition("=")[0] if isinstance(statement, ast.Assign) else ""
+        )
+        if OF_EVALUATION.search(target):
+            if not COMBINES.search(code.whole):
+                what = "each rank evaluates its own share, and no line combines results"
+                yield "evaluates a share", call, {"what": what, "guessed": "evaluation"}
+        elif "shuffle=False" not in ast.unparse(call) and ".set_epoch(" not in code.whole:
+            what = "set_epoch is called nowhere, so each epoch has the same order"
+            yield "no set_epoch", call, {"what": what, "guessed": "training"}

@@ -1,0 +1,44 @@
+"""What a short run does not reach: a resume, a rare stop, a second epoch, an evaluation."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from common import Images, loss_of, network, start
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+
+def send(weights: torch.Tensor) -> None:
+    if dist.get_rank() == 0:
+        dist.broadcast(weights, src=0)
+    else:
+        dist.broadcast(weights, src=0)
+
+
+rank, _ = start()
+verbose = rank == 0
+model = DistributedDataParallel(network().cuda())
+ema = DistributedDataParallel(network().cuda())
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+if os.path.exists("last.pt"):
+    model.load_state_dict(torch.load("last.pt", map_location="cpu"))  # finds: other names
+    ema.module.load_state_dict(torch.load("ema.pt"))  # finds: loads onto one GPU
+images = Images(600)
+sampler = DistributedSampler(images)  # finds: no set_epoch
+test_sampler = DistributedSampler(images)  # finds: evaluates a share
+for step, _ in enumerate(DataLoader(images, 10, sampler=sampler)):
+    loss = loss_of(model, rank, step)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if loss.item() > 1000:
+        break  # finds: a rank stops alone
+    if verbose and step == 1000:
+        dist.barrier()  # finds: other collectives
+dist.broadcast_object_list([rank])
+torch.cuda.set_device(0)
+dist.broadcast_object_list([rank])  # finds: objects over one GPU
+if verbose:
+    torch.save(model.module.state_dict(), "last.pt")
+    torch.save(ema.state_dict(), "ema.pt")  # finds: names of the wrapper
