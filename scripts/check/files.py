@@ -108,10 +108,11 @@ def emit(real: Any, self: Any, entry: Any) -> None:
 @replaces(torch)
 def save(real: Any, obj: Any, f: Any, *args: Any, **keywords: Any) -> None:
     """Save in one piece: ranks that save one file at once are a finding, not an accident here."""
-    record.tell("saved")
-    if not isinstance(f, str | os.PathLike):
+    name = name_of(f) if isinstance(f, str | os.PathLike) else ""
+    record.tell("saved", path=name)
+    if not name:
         return real(obj, f, *args, **keywords)
-    name, path = name_of(f), os.fspath(place_of(f, "w"))
+    path = os.fspath(place_of(f, "w"))
     record.tell("every rank saves", same=name, path=name)
     with unwatched:
         real(obj, f"{path}.part{state.rank}", *args, **keywords)

@@ -128,24 +128,42 @@ def stops(code: Code) -> Found:
         loops = [at for at, one in enumerate(above) if isinstance(one, ast.For | ast.While)]
         if not loops or not TRAINS.search(ast.unparse(above[loops[-1]])):
             continue
-        tests = [test for test, _ in _conditions(node, above[loops[-1] :])]
-        own = [test for test in tests if OWN_LOSS.search(test) and not OF_EVALUATION.search(test)]
-        own = [test for test in own if not _is_agreed(test, code.text)]
-        level = {"level": "WARN"}
-        if isinstance(node, ast.Continue):
-            if own:
-                yield "leaves a batch out", node, level
-        elif own or any(map(code.on_a_rank.search, tests)):
-            why = own[-1] if own else next(filter(code.on_a_rank.search, tests))
-            what = f"a rank leaves the loop by itself, if {why}"
-            yield "a rank stops alone", node, {"what": what} | level
+        for test, _ in _conditions(node, above[loops[-1] :]):
+            names = _names(test)
+            is_own = OWN_LOSS.search(test) and not OF_EVALUATION.search(test)
+            is_own = is_own and not _is_agreed(names, code.text)
+            if isinstance(node, ast.Continue):
+                if is_own:
+                    yield "leaves a batch out", node, {}
+            elif is_own or code.on_a_rank.search(test) or _is_set_alone(names, code, above[0]):
+                what = f"a rank leaves the loop by itself, if {test}"
+                yield "a rank stops alone", node, {"what": what, "level": "WARN"}
 
 
-def _is_agreed(test: str, text: str) -> bool:
-    """Whether a value of a condition was combined from all ranks."""
-    names = {*re.findall(r"[A-Za-z_]\w*\b(?!\()", test)} - {"np", "torch", "math", "self", "args"}
+def _names(test: str) -> set[str]:
+    """Return the variables of a condition."""
+    return {*re.findall(r"[A-Za-z_]\w*\b(?!\()", test)} - {"np", "torch", "math", "self", "args"}
+
+
+def _is_agreed(names: set[str], text: str) -> bool:
+    """Whether a variable was combined from all ranks."""
     ways = r"\b{0}\b.*=.*(reduc|gather|broadcast|sync)|(reduc|gather|broadcast|sync)\w*\(.*\b{0}\b"
     return any(re.search(ways.format(name), text) for name in names)
+
+
+def _is_set_alone(names: set[str], code: Code, scope: ast.AST) -> bool:
+    """Whether one rank alone changes a variable by which the training stops early."""
+    names = {name for name in names if re.search("stop|patience|count|wait", name, re.I)}
+    for node, above in _nodes(scope):
+        targets = [node.target] if isinstance(node, ast.AugAssign) else getattr(node, "targets", [])
+        changed = [ast.unparse(target) for target in targets]
+        changed += [ast.unparse(node.func)] if isinstance(node, ast.Call) else []
+        tests = [test for test, _ in _conditions(node, above)]
+        if names & {*re.findall(r"\w+", " ".join(changed))} and any(
+            map(code.on_a_rank.search, tests)
+        ):
+            return not _is_agreed(names, code.text)
+    return False
 
 
 def divisions(code: Code) -> Found:

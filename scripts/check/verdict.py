@@ -453,4 +453,13 @@ def through(report: Facts) -> Found:
             yield "evaluates through the wrapper", {**event, "level": level}
 
 
-COMPARISONS = (conflicts, by_ranks, divergence, shares, inputs, evaluation, through)
+def unready(report: Facts) -> Found:
+    """Find files that a rank loads although another one may not have saved them yet."""
+    saved = {(e["path"], e["clock"], e["at"]): e["rank"] for e in events_of(report, "saved")}
+    for event in events_of(report, "load"):
+        by = saved.get((event["path"], event["clock"], event["at"]), event["rank"])
+        if by != event["rank"]:
+            yield "loads too early", {**event, "by": by}
+
+
+COMPARISONS = (conflicts, by_ranks, divergence, shares, inputs, evaluation, through, unready)

@@ -1,6 +1,7 @@
 """What a short run does not reach: a resume, a rare stop, a second epoch, an evaluation."""
 
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,10 @@ verbose = rank == 0
 model = DistributedDataParallel(network().cuda())
 ema = DistributedDataParallel(network().cuda())
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
+patience = 0
 if os.path.exists("last.pt"):
     model.load_state_dict(torch.load("last.pt", map_location="cpu"))  # finds: other names
-    ema.module.load_state_dict(torch.load("ema.pt"))  # finds: loads onto one GPU
+    ema.module.load_state_dict(torch.load("old.pt"))  # finds: loads onto one GPU
 images = Images(600)
 sampler = DistributedSampler(images)  # finds: no set_epoch
 test_sampler = DistributedSampler(images)  # finds: evaluates a share
@@ -34,6 +36,10 @@ for step, _ in enumerate(DataLoader(images, 10, sampler=sampler)):
     optimizer.zero_grad()
     if loss.item() > 1000:
         break  # finds: a rank stops alone
+    if verbose:
+        patience = step
+    if patience > 1000:
+        break  # finds: a rank stops alone
     if verbose and step == 1000:
         dist.barrier()  # finds: other collectives
 dist.broadcast_object_list([rank])
@@ -42,3 +48,6 @@ dist.broadcast_object_list([rank])  # finds: objects over one GPU
 if verbose:
     torch.save(model.module.state_dict(), "last.pt")
     torch.save(ema.state_dict(), "ema.pt")  # finds: names of the wrapper
+else:
+    time.sleep(1)
+    torch.load("ema.pt", map_location="cpu")  # finds: loads too early
