@@ -129,7 +129,7 @@ def test_after_damage_the_checkpoint_before_is_used_with_a_warning(run, capsys):
     before = run.content()
     assert run.read()["position"]["step"] == 1
     [warning] = capsys.readouterr().err.splitlines()
-    assert f"{run.last} is not a whole file" in warning
+    assert f"{run.last} cannot be loaded" in warning
     assert run.content() == before
     run.previous.write_bytes(run.previous.read_bytes()[:5000])
     with pytest.raises(UserError, match=r"no checkpoint in .* is whole"):
@@ -144,7 +144,7 @@ class Bomb:
 def test_a_pickle_with_code_is_refused_and_never_run(run, monkeypatch):
     monkeypatch.chdir(run.folder)
     torch.save({"identity": {}, "model": Bomb()}, run.last)
-    with pytest.raises(UserError, match="not a whole file of tensors and plain values"):
+    with pytest.raises(UserError, match="cannot be loaded as tensors and plain values"):
         checkpoint.load(run.last)
     assert run.read()["position"]["step"] == 1
     assert not (run.folder / "exploded").exists()
@@ -176,7 +176,7 @@ def test_what_is_not_finite_is_not_saved_unless_it_is_a_buffer(run):
 def test_a_part_whose_state_could_not_be_loaded_is_refused_when_it_is_saved(run):
     before = run.content()
     run.parts["own"] = SimpleNamespace(state_dict=lambda: ARGS)
-    with pytest.raises(UserError, match="not a whole file of tensors and plain values"):
+    with pytest.raises(UserError, match="cannot be loaded as tensors and plain values"):
         run.step_and_save()
     assert run.content() == before
 
