@@ -226,7 +226,8 @@ def test_a_job_of_slurm_goes_on_after_its_time_limit_and_is_saved_when_cancelled
     step = saved_step(training)
     assert step > 0
     wait_for("JobState=PENDING")
-    slurm("scontrol", "update", f"JobId={number}", "StartTime=now")  # it would wait for minutes
+    # It would wait for two minutes. In the second of the requeue its credential is still revoked.
+    slurm("scontrol", "update", f"JobId={number}", "StartTime=now+5")
     wait_for(f"job {number}, attempt 2")
     wait_until(lambda: saved_step(training) > step, seconds=LONG)  # an epoch is complete
     assert saved_step(training) % 960 == 0, "each of two nodes has a process"
