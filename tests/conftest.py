@@ -6,7 +6,6 @@ import os
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -108,15 +107,11 @@ def run_ranks(capfd):
 
 @functools.cache
 def count_gpus():
-    """Return the number of the user's GPUs, from another process, because this one sees none."""
+    """Return the number of GPUs in sight of another process, because this one sees none."""
     if not shutil.which("nvidia-smi"):
         return 0
-    kept = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    shown = kept if GPUS == "all" else kept | {"CUDA_VISIBLE_DEVICES": GPUS}
-    code = "from torch import cuda; print(cuda.device_count() if cuda.is_available() else 0)"
-    command = [sys.executable, "-c", code]
-    more = {"capture_output": True, "text": True, "timeout": processes.LIMIT}
-    return int(subprocess.run(command, env=shown, **more).stdout or 0)
+    code = "from torch import cuda; print(cuda.device_count())"
+    return int(processes.succeed(sys.executable, "-c", code).stdout)
 
 
 @pytest.fixture(autouse=True)
@@ -125,12 +120,12 @@ def _gpus_if_marked(request, monkeypatch):
     mark = request.node.get_closest_marker("gpu")
     if mark is None:
         return
-    if count_gpus() < mark.args[0]:
-        pytest.skip(f"needs {mark.args[0]} GPUs")
     if GPUS == "all":
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", GPUS)
+    if count_gpus() < mark.args[0]:
+        pytest.skip(f"needs {mark.args[0]} GPUs")
 
 
 @pytest.fixture(autouse=True)

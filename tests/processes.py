@@ -3,14 +3,15 @@
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 ROOT = Path(__file__).parent.parent
@@ -102,18 +103,13 @@ def succeed(*command, **more):
 
 def kill_strays():
     """Kill every process that a test has started, and return the command lines of those killed."""
-    mark = f"MNIST_TEST={os.getpid()}".encode()
     killed = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark not in (folder / "environ").read_bytes().split(b"\0"):
-                continue
-            command = (folder / "cmdline").read_text().replace("\0", " ")
-            if command:  # a zombie has none
-                os.kill(int(folder.name), signal.SIGKILL)
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended meanwhile, or belongs to somebody else
+            if process.environ().get("MNIST_TEST") == SETTINGS["MNIST_TEST"]:
+                command = " ".join(process.cmdline())
+                process.kill()
                 killed.append(command)
-        except (OSError, ValueError):
-            continue  # it has ended meanwhile, or belongs to somebody else
     return killed
 
 
