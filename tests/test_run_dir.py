@@ -38,6 +38,7 @@ def test_a_folder_belongs_to_one_process_until_it_ends():
         os.waitpid(holder.pid, 0)  # join() would wait for the child, too
         open_run_dir(args)
     finally:
+        holder.kill()  # again, if the lock was missing
         os.kill(child, signal.SIGKILL)
 
 
