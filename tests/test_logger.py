@@ -75,8 +75,9 @@ def test_the_speed_leaves_out_the_first_steps_of_an_epoch(
         now += 1 if step <= 10 else 0.1
         if step % 10 == 0:
             logger.step(step, [1, 1, 16], lr=0.1)
-    now += 100  # an evaluation and a save
     logger.epoch(0, 30, [1, 1, 480], [1, 1, 16], 12.0, 3.0)
+    now += 100  # an evaluation and a save
+    logger.step(31, [1, 1, 16], lr=0.1)
     logger.epoch(1, 35, [1, 1, 80], [1, 1, 16], 5.0, 0.5)
     assert [row["train_images_per_second"] for row in rows(tmp_path)] == pytest.approx([160, 160])
     assert "160 images/s, 10% waiting for data" in capsys.readouterr().out
