@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the project on what it is made for: containers (podman), Slurm, two machines.
+# Run the project on what it is made for: containers (podman), Slurm, ssh, two machines, a notebook.
 #
 #   sudo scripts/real_engines.sh [flag of pytest...]         such as -k slurm
 #
@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 source scripts/environment.sh
 
 [[ $EUID == 0 ]] || fail "only root can make namespaces and start Slurm"
-packages=(podman runc debootstrap slurmctld slurmd slurm-client)
+packages=(podman runc debootstrap slurmctld slurmd slurm-client openssh-server openssh-client)
 folder=$(mktemp -d)
 made=()
 clean_up() {
@@ -21,7 +21,7 @@ trap clean_up EXIT
 
 if ! dpkg --status "${packages[@]}" iproute2 >"$folder/log" 2>&1; then
     echo "Installing ${packages[*]}" >&2
-    # Debian would start Slurm's daemons. This file forbids it.
+    # Debian would start Slurm's daemons and sshd. This file forbids it.
     if [[ ! -e /usr/sbin/policy-rc.d ]]; then
         printf '#!/bin/sh\nexit 101\n' >/usr/sbin/policy-rc.d
         chmod +x /usr/sbin/policy-rc.d
@@ -48,6 +48,7 @@ if ! podman image exists "$base" && ! timeout 300 podman pull --quiet "docker.io
     made=("$base")
 fi
 
-make_environment requirements.txt requirements-dev.txt
+printf '%s\n' nbclient ipykernel >"$folder/notebook.txt"
+make_environment requirements.txt requirements-dev.txt "$folder/notebook.txt"
 # In one process, because each test starts several.
 "$PYTHON" -m pytest -m slow tests/test_engines.py "$@"

@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -94,7 +95,25 @@ def saved_step(training):
     return training.checkpoint["position"]["step"]
 
 
+STATIC = ["--nnodes", 2, "--master_addr", "node0", "--master_port", 29500, "--node_rank"]
 C10D = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "node0:29400", "--rdzv_id", "job1"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [([*STATIC, 0], [*STATIC, 1]), (["--nnodes", 2, *C10D],) * 2],
+    ids=["static", "c10d"],
+)
+def test_torchrun_on_two_machines(first, second, two_machines, training):
+    arguments = training.arguments("ddp", "--model", "linear", "--max-steps", 20, *QUIET)
+    processes = [
+        machine.start("torchrun", *words, "--nproc_per_node", 1, *arguments)
+        for machine, words in zip(two_machines, (first, second), strict=True)
+    ]
+    for process in processes:
+        ended = finish(process, LONG)
+        assert ended.status == 0, ended.text
+    assert training.summary["world_size"] == 2
 
 
 def test_an_elastic_job_goes_on_when_a_machine_joins_and_when_it_is_lost(
@@ -236,6 +255,46 @@ def test_a_job_of_slurm_goes_on_after_its_time_limit_and_is_saved_when_cancelled
     wait_until(lambda: saved_step(training) % 960 > 0, seconds=60)
 
 
+SSHD_CONFIG = """
+HostKey {folder}/key
+AuthorizedKeysFile {folder}/key.pub
+PidFile none
+StrictModes no
+PermitRootLogin yes
+SetEnv PATH={path}
+"""
+
+
+def test_run_ssh_trains_on_two_machines_and_ctrl_c_shows_that_all_have_saved(
+    two_machines, training, tmp_path
+):
+    need("sshd", "ssh", "ssh-keygen")
+    succeed("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "key")
+    (tmp_path / "sshd").write_text(SSHD_CONFIG.format(folder=tmp_path, path=PATH))
+    ssh = f"ssh -F none -i {tmp_path}/key -o UserKnownHostsFile={tmp_path}/known"
+    ssh += " -o StrictHostKeyChecking=accept-new -o BatchMode=yes -o LogLevel=ERROR"
+    Path("/run/sshd").mkdir(exist_ok=True)
+    server = shutil.which("sshd", path=PATH)  # it wants its whole path
+    first = two_machines[0]
+    for machine in two_machines:
+        machine.start(server, "-D", "-e", "-f", tmp_path / "sshd")
+        answers = f"until {ssh} {machine.name} true; do sleep 0.3; done"
+        first.succeed("timeout", 60, "bash", "-c", answers)
+
+    settings = {"SSH": ssh, "HOSTS": "node0 node1", "NPROC_PER_NODE": "1"}
+    flags = training.arguments("ddp", "--model", "linear", *ENDLESS)[1:]
+    process = first.start("scripts/run_ssh.sh", *flags, **settings)
+    wait_until(lambda: saved_step(training) > 0, process, LONG)
+    os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all of its programs
+    ended = finish(process, LONG)
+    assert ended.status == 130, ended.text
+    assert "[node0] stopped and saved" in ended.stdout
+    step = saved_step(training)
+    flags += ["--resume", "--max-steps", step + 20]
+    assert "[node0] complete: " in first.succeed("scripts/run_ssh.sh", *flags, **settings)
+    assert training.summary["global_step"] == step + 20
+
+
 PODMAN = ["podman", *(["--runtime", "runc"] if shutil.which("runc") else [])]
 BASE = "python:3.13-slim"
 IMAGE = "localhost/mnist-data-parallel-test"
@@ -286,3 +345,25 @@ def test_the_image_trains_as_a_job_of_kubernetes_and_runs_an_own_script(
     options = ["--network=none", f"--volume={tmp_path}:/mine", "--workdir=/mine", image]
     ended = succeed(*IN_CONTAINER, *options, "python", "own.py", timeout=LONG)
     assert "tensor([1., 1.])" in ended.stdout
+
+
+def test_the_notebook_runs_from_its_first_cell_to_its_last(digits_dir, tmp_path):
+    """With this project's last commit, smaller models, and drawn digits."""
+    if not (find_spec("nbclient") and find_spec("ipykernel")):
+        pytest.skip("needs nbclient and ipykernel: see scripts/real_engines.sh")
+    quick = f"--model linear --data-dir {digits_dir}"
+    text = (ROOT / "docs" / "two_gpus.ipynb").read_text()
+    text = text.replace("ADDRESS", str(ROOT))
+    text = text.replace("quickstart.sh", f"quickstart.sh --max-steps 20 {quick}")
+    text = text.replace("-- --model resnet18 --amp fp16", f"--rounds 1 --seconds 0.5 -- {quick}")
+    assert text.count(quick) >= 2
+    (tmp_path / "two_gpus.ipynb").write_text(text)
+    code = "import nbclient, nbformat; book = nbformat.read('two_gpus.ipynb', 4)\n"
+    code += "nbclient.NotebookClient(book, timeout=900).execute()\n"
+    code += "nbformat.write(book, 'two_gpus.ipynb')"
+    succeed(sys.executable, "-c", code, cwd=tmp_path, timeout=900)
+    cells = json.loads((tmp_path / "two_gpus.ipynb").read_text())["cells"]
+    outputs = ["".join("".join(o.get("text", "")) for o in c.get("outputs", [])) for c in cells]
+    assert "test accuracy" in outputs[2]
+    assert "speed-up" in outputs[3]
+    assert all(len(output.splitlines()) < 120 for output in outputs), "a progress bar in its steps"
