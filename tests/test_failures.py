@@ -71,8 +71,8 @@ def test_a_full_dev_shm_is_named(training):
     """As in a container, where it has 64 MB. A batch of a loader worker is 400 kB here."""
     if run("unshare", "-m", "true").status:
         pytest.skip("needs root, and the right to mount")
-    command = training.command("single", *FEW, "--num-workers", 1, "--batch-size", 512)
-    script = f"mount -t tmpfs -o size=200k tmpfs /dev/shm && exec {shlex.join(command)}"
+    command = training.command("ddp", *FEW, "--num-workers", 1, "--batch-size", 512)
+    script = f"mount -t tmpfs -o size=200k tmpfs /dev/shm && exec {shlex.join(map(str, command))}"
     ended = run("unshare", "-m", "sh", "-c", script)
     assert ended.status == 1
     assert "No space left on device (28): give /dev/shm more room" in ended.stderr

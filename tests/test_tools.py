@@ -63,6 +63,17 @@ def test_the_doctor_names_who_is_missing_and_who_came_twice():
 
 
 @pytest.mark.slow
+def test_the_doctor_does_not_wait_for_a_program_that_says_nothing():
+    """Another program may have the port. PyTorch's store would wait for its answer for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+        ended = run(sys.executable, DOCTOR, "--timeout", 5, RANK="1", WORLD_SIZE="2", **place)
+    assert ended.status == 1
+    assert "another program answers at 127.0.0.1" in ended.stderr
+    assert ended.text.count("\n") == 1
+
+
+@pytest.mark.slow
 def test_the_doctor_measures_and_judges_under_torchrun():
     ended = run(*torchrun(2, DOCTOR, "--pairs", "--json", "--min-gbps", 1e6))
     assert ended.status == 1
