@@ -66,7 +66,7 @@ def check(script: Path, package: str | None, args: argparse.Namespace) -> verdic
     inner = folder.relative_to(home) if folder.is_relative_to(home) else folder
     fixed = {"nodes": args.nodes, "limit": args.limit, "arguments": args.arguments}
     fixed |= {"script": str(script.relative_to(home)), "folder": str(inner), "package": package}
-    fixed["home"] = str(home)
+    fixed |= {"home": str(home), "visible": os.environ.get("CUDA_VISIBLE_DEVICES", "")}
     text = "".join(map(project.text_of, sorted(script.parent.glob("*.py"))[:20]))
     report: dict[str, Any] = {}
     earlier: list[Any] = []  # a run that found parameters without gradients, and had to end

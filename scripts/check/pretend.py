@@ -30,6 +30,9 @@ from torch.overrides import TorchFunctionMode
 class Stub(MagicMock):
     """Accepts everything, and forgets it: a mock would keep each loss with its whole graph."""
 
+    def __reduce__(self) -> Any:
+        return str, ()  # a checkpoint may hold it
+
     def _increment_mock_call(self, /, *args: Any, **keywords: Any) -> None:
         pass
 

@@ -68,7 +68,11 @@ def run(request: dict[str, Any]) -> NoReturn:
     signal.alarm(int(request["limit"]))
     os.environ.update(launched(request["port"]) if state.mode != "spawn" else {})
     os.environ["TMPDIR"] = tempfile.tempdir = state.root
-    del os.environ["CUDA_VISIBLE_DEVICES"]
+    shown = request["visible"]  # by the user, who may have fewer GPUs than ranks
+    if shown and len(shown.split(",")) >= state.each:
+        os.environ["CUDA_VISIBLE_DEVICES"] = shown
+    else:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
     os.chdir(os.path.join(state.root, request["folder"]))
     path = f"{state.root}/{request['script']}"
     package = request["package"]
@@ -118,13 +122,15 @@ def _seed(seed: int) -> None:
 def _fail(error: BaseException) -> NoReturn:
     """Report an exception, with the script's own line. The verdict decides what it means."""
     traceback.print_exception(error)
+    trace = traceback.extract_tb(error.__traceback__)
+    while error.__cause__:  # "Failed to run ..." says nothing
+        error = error.__cause__
     message, line = f"{type(error).__name__}: {error}"[:2000], ""
     if isinstance(error, ModuleNotFoundError):
         package = str(error.name).partition(".")[0]
         where = f"in the installed {package}" if package in sys.modules else "installed here"
         message = f"it needs {error.name}, which is not {where}"
     how = "waited" if re.search("gloo|onnection (closed|reset)|timed out", message) else "error"
-    trace = traceback.extract_tb(error.__traceback__)
     for frame in trace:
         if frame.filename.startswith(state.root):
             line = record.place(frame.filename, frame.lineno)

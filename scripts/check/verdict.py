@@ -337,7 +337,7 @@ def shares(report: Facts) -> Found:
         elif not first["divided"]:  # a rank may use its part of a batch that all have drawn
             for one, other in combinations(items, 2):
                 both = len({*map(str, one["samples"])} & {*map(str, other["samples"])})
-                if both > max(world, len(one["samples"]) / 4):
+                if both > max(world, len(one["samples"]) * 3 / 4):  # not by chance
                     what = f"ranks {one['rank']} and {other['rank']} draw {both} equal samples"
                     what += f" of {len(one['samples'])} each"
                     yield "equal shares", {**first, "what": what}
