@@ -35,7 +35,7 @@ def epoch_of(world_size, start=0, epoch=0, seed=0, size=G):
 
 
 @pytest.mark.parametrize("start", [0, 3 * G, 500, 999])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 6, 7])
 def test_the_ranks_share_each_global_batch_from_any_position(world_size, start):
     [order] = epoch_of(1, size=1)
     assert sorted(order) == [*range(N)]
@@ -85,6 +85,13 @@ def test_a_batch_has_the_samples_that_the_sampler_asks_for(workers, digits_dir):
     assert torch.equal(batch[0], test_set.tensors[0]), "the order is that of the set"
     [(numbers,)] = data.make_loader(Backwards(torch.arange(10)), 10, num_workers=workers)
     assert numbers.tolist() == [*range(9, -1, -1)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_rank_without_a_test_image_evaluates_none(workers):
+    """With fewer test images than ranks, and every image is counted once."""
+    one = TensorDataset(torch.zeros(1, 28, 28), torch.zeros(1))
+    assert list(data.make_loader(one, 4, range(1, 1, 2), num_workers=workers)) == []
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated"])

@@ -138,13 +138,18 @@ class Watched(Dataset):
 def resume(run_ranks, tmp_path):
     """Return a function that starts ddp_resume.py with this data set, as ``run_ranks`` does.
 
-    The script saves every four steps, in the folder ``tmp_path / name``.
+    The script saves every four steps, in the folder ``tmp_path / name``. ``changes`` are made in
+    its text.
     """
 
-    def run(name, ranks, *flags, prepare=int):
+    def run(name, ranks, *flags, changes=(), prepare=int):
         script = tmp_path / name / "ddp_resume.py"
         script.parent.mkdir(exist_ok=True)
-        script.write_text(text_of("ddp_resume").replace("step % 100 ==", "step % 4 =="))
+        text = text_of("ddp_resume")
+        for old, new in [("step % 100 ==", "step % 4 =="), *changes]:
+            assert text.count(old) == 1
+            text = text.replace(old, new)
+        script.write_text(text)
 
         def watch():
             torchvision.datasets.MNIST = Watched
@@ -163,6 +168,14 @@ def stop_rank_1_in_step_5():
             os.kill(os.getpid(), signal.SIGTERM)
 
     register_optimizer_step_post_hook(hook)
+
+
+def test_every_parameter_group_gets_the_rate(resume, tmp_path):
+    groups = ("SGD(model.parameters()", "SGD([{'params': [p]} for p in model.parameters()]")
+    resume("run", 2, "--batch-size", 96, changes=[groups])
+    saved = torch.load(tmp_path / "run" / "checkpoint.pt")["optimizer"]["param_groups"]
+    assert len(saved) > 1
+    assert [group["lr"] for group in saved] == pytest.approx([0.09 / 5] * len(saved))
 
 
 def kill_rank_0_while_it_saves():
