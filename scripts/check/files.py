@@ -18,8 +18,9 @@ import record
 import torch
 from record import replaces, state
 
-# What a function does with each of its paths: it reads what is there, or writes it.
-USES = dict.fromkeys(("stat", "lstat", "access", "listdir", "scandir", "statvfs"), "r")
+# What a function does with each of its paths: it reads what is there, lists it, or writes it.
+USES = dict.fromkeys(("stat", "lstat", "access", "statvfs"), "r")
+USES |= dict.fromkeys(("listdir", "scandir"), "l")
 USES |= dict.fromkeys(("mkdir", "rmdir", "remove", "unlink", "truncate", "utime", "chmod"), "w")
 USES |= {"rename": "ww", "replace": "ww", "symlink": "rw", "link": "rw"}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
@@ -36,8 +37,11 @@ def place_of(path: Any, use: str) -> Any:
         real = os.path.realpath(os.fsdecode(path))
         twin = f"{state.root}/outside{real}"
         is_inside = f"{real}/".startswith((f"{state.place}/", "/dev/", "/proc/"))
-        if is_inside or (use == "r" and not os.path.lexists(twin)):
+        if is_inside or (use != "w" and not os.path.lexists(twin)):
             return path
+        for name in os.listdir(real) if use == "l" and os.path.isdir(real) else ():
+            if not os.path.lexists(f"{twin}/{name}"):  # the twin has only what was written
+                os.symlink(f"{real}/{name}", f"{twin}/{name}")
         if use == "w" and not os.path.lexists(twin):
             record.tell("redirected", what=os.path.dirname(real))
             os.makedirs(os.path.dirname(twin), exist_ok=True)

@@ -33,6 +33,7 @@ GENERATORS: dict[str, tuple[Any, Any, Any, str]] = {  # get and set a state, and
 }
 SEED = (torch.random.default_generator.manual_seed, random.seed, np.random.seed)  # not noted below
 whole_lengths = record.Nested()  # while data sets tell their real lengths
+at_batch: dict[str, int] = {}  # torch's random state when the script got its last batch
 latest: list["Pass"] = []  # the passes whose batches the last forward saw
 _open: list["Pass"] = []
 _contents: dict[int, tuple[Any, list[int]]] = {}  # a data set and its content, by its id
@@ -107,6 +108,7 @@ def _note_seed(name: str, real: Any, *args: Any, **keywords: Any) -> Any:
         seeds[name] = line, args[0] if args else None
     if any(record.is_import(frame) for frame in record.calls()):
         imported.add(name)
+    at_batch.clear()
     return real(*args, **keywords)
 
 
@@ -282,7 +284,9 @@ def loader(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
     known.setdefault(whole, len(known))
     key = f"{' < '.join(lines)} {known[whole]}"
     if size:
-        passed["batch_size"] = _batch_size(min(size, state.samples // BATCHES), short)
+        bounded = min(size, state.samples // BATCHES)
+        has_rest = not passed.get("drop_last")
+        passed["batch_size"] = _batch_size(bounded, short) if has_rest else bounded
         share -= share % size if passed.get("drop_last") else 0
     self._facts = facts = {
         "key": key,
@@ -328,6 +332,7 @@ def batches(real: Any, self: Any) -> Iterator[Any]:
                     seed = iterator._base_seed if facts["workers"] else None
                     tell_draws("for their samples", item.before, item.key, seed)
             item.is_fresh = True
+            at_batch["torch"] = marks()["torch"]
             yield batch
         item.complete = True
     finally:

@@ -158,6 +158,8 @@ def _run_started(processes: list[Any] | None = None) -> None:
         return
     if state.mode != "spawn" or len(processes) != state.each:
         record.again(len(processes) * state.nodes, "spawn")
+    if state.groups:  # such as for another part of a cross-validation: the other ranks have ended
+        record.leave("cut", message="what follows after its processes: it started some again")
     state.is_parent = False
     _seed(1000 + int.from_bytes(os.urandom(3)))
     processes[state.rank % state.each].run()

@@ -232,7 +232,7 @@ def _module_begins(module: nn.Module, inputs: Any) -> None:
         mode = any(modes) if modes else None
         is_of_batch = loaders.forward_begins(grads, mode)
         if trains and (is_of_batch or not _began):
-            _began["torch"] = loaders.marks()["torch"]
+            _began["torch"] = loaders.at_batch.pop("torch", loaders.marks()["torch"])
         tensors = [item for item in inputs if isinstance(item, Tensor) and item.dim()]
         for batch in loaders.latest if trains else ():
             batch.rows = tensors[0].shape[0] if tensors else batch.rows
@@ -330,7 +330,7 @@ def _belongs(parameter: Tensor) -> str:
 
 
 def _step_begins(optimizer: Any, args: Any, keywords: Any) -> None:
-    loaders.tell_draws("between a batch and its step, as for dropout", _began)
+    loaders.tell_draws("between a batch and its step, as for noise or dropout", _began)
     _totals.clear()
     if not _turns[optimizer]:
         _name_all()

@@ -181,7 +181,7 @@ def of_each(report: Facts, kind: str) -> list[list[Facts]]:
 
 def conflicts(report: Facts) -> Found:
     """Find ranks that wait for each other for ever, and ranks of one number."""
-    groups = events_of(report, "group")[: report["world"]]
+    groups = [events[0] for events in of_each(report, "group") if events]
     if len(groups) == report["world"] > len({event["given"] for event in groups}):
         parts = [f"rank={event['given']} at {event['line']}" for event in groups]
         yield "equal ranks", {**groups[0], "what": f"the processes give {', '.join(parts)}"}
@@ -199,7 +199,9 @@ def by_ranks(report: Facts) -> Found:
     alike = defaultdict(list)
     loaders = {"", *(item["key"] for item in _trainings(report))}
     seen = {item["use"] for item in events_of(report, "pass") if item["epoch"] > 1}
-    seen |= {item["use"] for item in events_of(report, "pass")} - {"training"}
+    uses = {item["use"] for item in events_of(report, "pass")}
+    has_ended = all(end["how"] == "ended" for end in report["ends"].values())
+    seen |= uses if has_ended else uses - {"training"}  # it has one epoch
     for event in events_of(report, *TABLE):
         if event.get("drawn_by", "") not in loaders:
             continue  # the script has only looked at the data
@@ -231,7 +233,9 @@ def divergence(report: Facts) -> Found:
     loading = sorted({event["rank"] for event in events_of(report, "load")})
     alone = 0 < len(loading) < report["world"]
     hint = f" (only rank {loading[0]} loads a checkpoint)" if alone else ""
-    sizes = {event["elements"] for event in events_of(report, "combined")}
+    combined = events_of(report, "combined")
+    sizes = {event["elements"] for event in combined}
+    is_split = any(e["elements"] > 1 and not e["evaluates"] for e in combined)  # a forward, perhaps
     by_turn = defaultdict(list)
     for step in events_of(report, "step"):
         by_turn[tuple(step["turn"])].append(step)
@@ -258,6 +262,8 @@ def divergence(report: Facts) -> Found:
             facts = {"line": line, "name": name, "unused": ", ".join(unused[:4]), "hint": hint}
             facts["sums"] = [pair and float(f"{pair[0]:.6g}") for pair in sums]
             facts["rates"] = [step["rates"] for step, _ in together]
+            if kind == "outside the wrapper" and is_split:
+                facts["level"] = "WARN"  # each rank may hold a part of the model
             what = "the gradients of {name} add up to {sums} on the ranks".format(**facts)
             yield kind, {**facts, "what": what}
             if values[0]["belongs"] == "averaged" or not is_wrapped:

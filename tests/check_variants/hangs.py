@@ -1,16 +1,22 @@
-"""Rank 0 alone calls a collective."""
+"""Rank 0 alone calls a collective after the first epoch."""
 
 import torch
 import torch.distributed as dist
-from common import loss_of, network, start
+from common import Images, loss_of, network, start
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 
-rank, world_size = start()
+rank, _ = start()
 model = DistributedDataParallel(network().cuda())
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
-loss = loss_of(model, rank)
-loss.backward()
-optimizer.step()
-if rank == 0:
-    dist.all_reduce(loss)  # finds: other collectives
-dist.barrier()
+images = Images(60)
+sampler = DistributedSampler(images)  # finds: no set_epoch
+for _ in range(9):
+    for step, _ in enumerate(DataLoader(images, 10, sampler=sampler)):
+        loss = loss_of(model, rank, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if rank == 0:
+        dist.all_reduce(loss)  # finds: other collectives
+    dist.barrier()

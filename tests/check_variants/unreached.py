@@ -1,4 +1,4 @@
-"""What a short run does not reach: a resume, a rare stop, a second epoch, an evaluation."""
+"""What a short run does not reach: a resume, a rare stop, an evaluation."""
 
 import os
 import time
@@ -27,7 +27,7 @@ if os.path.exists("last.pt"):
     model.load_state_dict(torch.load("last.pt", map_location="cpu"))  # finds: other names
     ema.module.load_state_dict(torch.load("old.pt"))  # finds: loads onto one GPU
 images = Images(600)
-sampler = DistributedSampler(images)  # finds: no set_epoch
+sampler = DistributedSampler(images)
 test_sampler = DistributedSampler(images)  # finds: evaluates a share
 for step, _ in enumerate(DataLoader(images, 10, sampler=sampler)):
     loss = loss_of(model, rank, step)

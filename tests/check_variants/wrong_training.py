@@ -109,10 +109,10 @@ dist.all_reduce(shown)
 shown /= world_size
 
 # The last one: after it the collectives of the ranks no longer match.
-model = wrapped(network())
+model = wrapped(network(nn.BatchNorm1d(16)))
 if rank == 0:
     with torch.no_grad():
-        model(images)  # finds: evaluates through the wrapper
+        model(images)  # finds: evaluates through the wrapper + a rank stops alone
 
 assert os.environ["WORLD_SIZE"] == "2"
 dist.destroy_process_group()
