@@ -7,6 +7,7 @@ import fcntl
 import functools
 import io
 import logging
+import math
 import os
 import shutil
 import socket
@@ -60,11 +61,15 @@ def name_of(path: Any) -> str:
 
 
 def _redirected(uses: str, real: Any, *args: Any, **keywords: Any) -> Any:
-    if looks and (line := next(record.frames(), "")) in looks:
-        record.tell("every rank makes a folder", same=line)
+    line = next(record.frames(), "") if looks and not unwatched.depth else ""
     if keywords.get("dir_fd") is not None:  # a name in a folder that is open
         return real(*args, **keywords)
     paths = [place_of(path, use) for path, use in zip(args, uses, strict=False)]
+    if line in looks:
+        with unwatched:  # it may be there from another run of the script
+            made = os.path.getctime(paths[0]) if os.path.exists(paths[0]) else math.inf
+        is_new = state.began < made < math.inf
+        record.tell("every rank makes a folder", same=line, missing=not is_new)
     if state.is_parent and real.__name__ == "mkdir" and os.path.isdir(paths[0]):
         return None  # all ranks play the one parent that makes it
     return real(*paths, *args[len(uses) :], **keywords)

@@ -27,7 +27,11 @@ import training
 from record import replaces, state
 
 FOREIGN = "deepspeed|horovod|colossalai"  # others are refused when they wrap a model
-MAKES = re.compile(r"^ *if not .*(?:exists|isdir)\(.*\n?.*(?:makedirs|mkdir)\((?!.*exist_ok)", re.M)
+MAKES = re.compile(
+    r"^ *if not .*(?:exists|isdir)\(.*\n?"
+    r".*(?:os\.makedirs|\bmakedirs|\.mkdir)\((?!.*exist_ok)",
+    re.M,
+)
 _started: list[BaseProcess] = []  # processes that the script has started: each is a rank
 _makes_groups: list[str] = []  # files of the project that call init_process_group
 
@@ -53,7 +57,7 @@ def launched(port: int) -> dict[str, str]:
 
 def run(request: dict[str, Any]) -> NoReturn:
     """Run the script as this rank."""
-    own = {"process": os.getpid(), "changed": project.changed}
+    own = {"process": os.getpid(), "changed": project.changed, "began": time.time()}
     for name, value in (request | own).items():
         setattr(state, name, value)
     state.each = state.world // state.nodes
@@ -142,6 +146,7 @@ def compiled(data: Any, path: str) -> types.CodeType:
     text = importlib.util.decode_source(data)
     if "init_process_group" in text:
         _makes_groups.append(path)
+        record.tell("asks for a group")
     record.tell("code", path=os.path.relpath(path, state.root))
     if found := re.search(rf"^(?:import|from) ({FOREIGN})\b", text, re.M):
         record.leave("not judged", message=f"it uses {found[1]}, which is not judged")

@@ -147,7 +147,10 @@ def _names(test: str) -> set[str]:
 
 def _is_agreed(names: set[str], text: str) -> bool:
     """Whether a variable was combined from all ranks."""
-    ways = r"\b{0}\b.*=.*(reduc|gather|broadcast|sync)|(reduc|gather|broadcast|sync)\w*\(.*\b{0}\b"
+    agrees = (
+        r"((?<!dist\.)(?<!distributed\.)reduc|gather|broadcast|sync)"  # reduce() is for one rank
+    )
+    ways = rf"\b{{0}}\b.*=.*{agrees}|{agrees}\w*\(.*\b{{0}}\b"
     return any(re.search(ways.format(name), text) for name in names)
 
 
@@ -174,13 +177,14 @@ def divisions(code: Code) -> Found:
 
 def loads(code: Code) -> Found:
     """Find calls of torch.load that do not say where the tensors go, as no other does."""
-    if "load_state_dict" not in code.text:
+    if not re.search(r"load_state_dict|model\w* = torch\.load\(", code.text):
         return
     calls = [call for call, name, _ in _calls(code.tree) if name == "torch.load" and call.args]
     mapped = [call for call in calls if len(call.args) > 1 or "map_location" in ast.unparse(call)]
     placed = {ast.unparse(call.args[0]) for call in mapped}
     for call in calls:
-        if ast.unparse(call.args[0]) not in placed:
+        path = ast.unparse(call.args[0])
+        if path not in placed and "rank" not in path:  # a rank may have a file of its own
             yield "loads onto one GPU", call, {}
 
 

@@ -38,6 +38,7 @@ class State:
     place = "no script yet"  # the folder for this run, in which the copy lies
     mode = "torchrun"  # or "all", for the variables of all launchers, or "spawn"
     samples = 16  # of each rank in an epoch
+    began = 0.0  # when the script began, in seconds
     is_small = True  # whether numbers are made smaller
     finds_unused = False  # whether wrappers look for parameters that a forward did not use
     guard = 0  # the line of the script at which it asks whether it is the main module

@@ -85,7 +85,7 @@ def judge(report: Facts) -> Verdict:
     """Return the verdict on what the ranks of a run told."""
     found = []
     by_kind = dict[str, Finding]()
-    is_ddp = events_of(report, "group", "device by global rank")
+    is_ddp = events_of(report, "asks for a group", "group", "device by global rank")
     runs = (report, *report["earlier"])
     for compare, told in product(COMPARISONS, runs) if is_ddp else ():
         for kind, facts in compare(told):
@@ -213,7 +213,7 @@ def by_ranks(report: Facts) -> Found:
             alike[event["kind"], str(event["same"]), event["clock"]].append(event)
     for (kind, *_), events in alike.items():
         ranks = sorted({event["rank"] for event in events})
-        if len(ranks) > 1:
+        if len(ranks) > 1 and any(event.get("missing", True) for event in events):
             yield kind, {**events[0], "ranks": " and ".join(map(str, ranks))}
 
 
@@ -361,6 +361,7 @@ def inputs(report: Facts) -> Found:
 def evaluation(report: Facts) -> Found:
     """Find evaluations of which each rank makes a share, and results that are not of the whole."""
     trained = {str(item[of] or 0) for item in _trainings(report) for of in ("content", "key")}
+    yield from _alone(report)
     for items in _passes(report, "evaluation"):
         first = items[0]
         counts = [len(item["samples"]) for item in items]
@@ -388,6 +389,17 @@ def evaluation(report: Facts) -> Found:
             facts["what"] = what.format_map(facts)
             facts["what"] += ": this line decides by a share" if deciding else ""
             yield "evaluates a share", {**facts, "line": [*deciding, first["line"]][0]}
+
+
+def _alone(report: Facts) -> Found:
+    """Find a share that a rank evaluates while no other rank evaluates anything."""
+    passes = [item for item in events_of(report, "pass") if item["use"] == "evaluation"]
+    for item in passes if len({item["rank"] for item in passes}) == 1 else ():
+        if 0 < item["used"] <= item["whole"] / 2 + 1 and item["complete"]:
+            what = (
+                f"rank {item['rank']} alone evaluates, and its sampler gives it {item['used']} of"
+            )
+            yield "evaluates a share", {**item, "what": f"{what} {item['whole']} samples"}
 
 
 def _trainings(report: Facts) -> list[Facts]:

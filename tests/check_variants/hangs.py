@@ -1,4 +1,4 @@
-"""Rank 0 alone calls a collective after the first epoch."""
+"""Rank 0 alone calls a collective after the first epoch, and evaluates its share."""
 
 import torch
 import torch.distributed as dist
@@ -18,5 +18,10 @@ for _ in range(9):
         optimizer.step()
         optimizer.zero_grad()
     if rank == 0:
+        shares = DistributedSampler(images, shuffle=False)
+        loader = DataLoader(images, 10, sampler=shares)  # finds: evaluates a share
+        with torch.no_grad():
+            for batch, _ in loader:
+                model.module(batch.cuda())
         dist.all_reduce(loss)  # finds: other collectives
     dist.barrier()
