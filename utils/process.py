@@ -1,4 +1,4 @@
-"""One process of a training: its device, its comparison with the other ranks, and stop signals."""
+"""One process: its device, its comparison with the other ranks, and stop signals."""
 
 import argparse
 import os
@@ -16,7 +16,7 @@ from utils.errors import UsageError
 # Flags that may differ between machines.
 OF_ONE_MACHINE = {"threads", "num_workers", "data_dir", "run_dir", "init_weights", "local_rank"}
 SHOWN = 80  # characters of a value that a message quotes
-COMPARED = 32  # only so many samples of a data set, because each may be a file to read
+COMPARED = 32  # samples of a data set, and not all, because each may be a file to read
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 

@@ -46,7 +46,7 @@ SETTING = re.compile(rf"""\b([\w-]+)(["']?\s*[:=]\s*){WHOLE}""")
 
 
 def bound(world: int, is_small: bool) -> None:
-    """Set the bounds for so many ranks, by which scripts may divide. Large runs have none."""
+    """Set the bounds for a number of ranks, by which scripts may divide. Large runs have none."""
     BOUNDS[BATCHES] = 2 * world
     if not is_small:
         BOUNDS.clear()

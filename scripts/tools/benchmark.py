@@ -89,7 +89,7 @@ def settings(args: argparse.Namespace) -> list[Setting]:
 
 
 def train(setting: Setting, steps: int, args: argparse.Namespace) -> Summary:
-    """Start a training script, and return its summary.
+    """Run one of the scripts, and return its summary.
 
     Raises:
         RuntimeError: it failed.
