@@ -32,6 +32,8 @@ COLLECTIVE = re.compile(
 TRAINS = re.compile(r"backward\(|\btrain\w*\(|\.step\(")
 OWN_LOSS = re.compile(r"nan\b|finite|isinf|loss[\w.()]* [<>]|[<>]=? [\w.]*loss", re.I)
 OF_EVALUATION = re.compile("val|test|eval|dev|best", re.I)
+# Words of a value on which ranks agree. But dist.reduce() gives it to one rank alone.
+AGREES = r"((?<!dist\.)(?<!distributed\.)reduc|gather|broadcast|sync)"
 DECIDES = re.compile("patience|early_?stop|best", re.I)
 DIVIDES = re.compile(  # a loss by the number of ranks, before its backward
     r"^ *(\w*loss\w*) *(?:/=|=.*/) *[\w.]*(?:world|gpus|nprocs|ranks).*\n(?:.*\n){0,4}?"
@@ -147,10 +149,7 @@ def _names(test: str) -> set[str]:
 
 def _is_agreed(names: set[str], text: str) -> bool:
     """Whether a variable was combined from all ranks."""
-    agrees = (
-        r"((?<!dist\.)(?<!distributed\.)reduc|gather|broadcast|sync)"  # reduce() is for one rank
-    )
-    ways = rf"\b{{0}}\b.*=.*{agrees}|{agrees}\w*\(.*\b{{0}}\b"
+    ways = rf"\b{{0}}\b.*=.*{AGREES}|{AGREES}\w*\(.*\b{{0}}\b"
     return any(re.search(ways.format(name), text) for name in names)
 
 
@@ -161,10 +160,9 @@ def _is_set_alone(names: set[str], code: Code, scope: ast.AST) -> bool:
         targets = [node.target] if isinstance(node, ast.AugAssign) else getattr(node, "targets", [])
         changed = [ast.unparse(target) for target in targets]
         changed += [ast.unparse(node.func)] if isinstance(node, ast.Call) else []
-        tests = [test for test, _ in _conditions(node, above)]
-        if names & {*re.findall(r"\w+", " ".join(changed))} and any(
-            map(code.on_a_rank.search, tests)
-        ):
+        words = {*re.findall(r"\w+", " ".join(changed))}
+        is_on_a_rank = any(code.on_a_rank.search(test) for test, _ in _conditions(node, above))
+        if names & words and is_on_a_rank:
             return not _is_agreed(names, code.text)
     return False
 
@@ -217,9 +215,8 @@ def samplers(code: Code) -> Found:
         if not name.endswith("DistributedSampler"):
             continue
         statement = next((node for node in above[::-1] if isinstance(node, ast.stmt)), call)
-        target = (
-            ast.unparse(statement).partition("=")[0] if isinstance(statement, ast.Assign) else ""
-        )
+        is_named = isinstance(statement, ast.Assign)
+        target = ast.unparse(statement).partition("=")[0] if is_named else ""
         if OF_EVALUATION.search(target):
             if not COMBINES.search(code.whole):
                 what = "each rank evaluates its own share, and no line combines results"
