@@ -26,7 +26,8 @@ USES |= dict.fromkeys(("mkdir", "rmdir", "remove", "unlink", "truncate", "utime"
 USES |= {"rename": "ww", "replace": "ww", "symlink": "rw", "link": "rw"}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 OWN_HOSTS = ("localhost", socket.gethostname(), "", None, "0.0.0.0", "::1", "::")
-looks: set[str] = set()  # lines that look for a folder, and then make it
+looks: set[str] = set()  # lines that look for a folder
+makes: set[str] = set()  # lines that make it then: the same, or the next ones
 unwatched = record.Nested()  # while the check itself uses files
 
 
@@ -41,7 +42,7 @@ def place_of(path: Any, use: str) -> Any:
         if is_inside or (use != "w" and not os.path.lexists(twin)):
             return path
         for name in os.listdir(real) if use == "l" and os.path.isdir(real) else ():
-            if not os.path.lexists(f"{twin}/{name}"):  # the twin has only what was written
+            with contextlib.suppress(FileExistsError):  # the twin has only what was written
                 os.symlink(f"{real}/{name}", f"{twin}/{name}")
         if use == "w" and not os.path.lexists(twin):
             record.tell("redirected", what=os.path.dirname(real))
@@ -70,9 +71,13 @@ def _redirected(uses: str, real: Any, *args: Any, **keywords: Any) -> Any:
             made = os.path.getctime(paths[0]) if os.path.exists(paths[0]) else math.inf
         is_new = state.began < made < math.inf
         record.tell("every rank makes a folder", same=line, missing=not is_new)
-    if state.is_parent and real.__name__ == "mkdir" and os.path.isdir(paths[0]):
-        return None  # all ranks play the one parent that makes it
-    return real(*paths, *args[len(uses) :], **keywords)
+    try:
+        return real(*paths, *args[len(uses) :], **keywords)
+    except FileExistsError:
+        # All ranks play the one parent that makes it. And what is told above is no accident here.
+        if real.__name__ == "mkdir" and (state.is_parent or line in makes):
+            return None
+        raise
 
 
 for _name, _uses in USES.items():

@@ -151,7 +151,9 @@ def compiled(data: Any, path: str) -> types.CodeType:
     if found := re.search(rf"^(?:import|from) ({FOREIGN})\b", text, re.M):
         record.leave("not judged", message=f"it uses {found[1]}, which is not judged")
     for found in MAKES.finditer(text):
-        files.looks.add(record.place(path, text.count("\n", 0, found.start()) + 1))
+        line = text.count("\n", 0, found.start()) + 1
+        files.looks.add(record.place(path, line))
+        files.makes.add(record.place(path, line + found[0].count("\n")))
     return compile(project.bounded_code(text), path, "exec", dont_inherit=True)
 
 
