@@ -74,7 +74,7 @@ def _redirected(uses: str, real: Any, *args: Any, **keywords: Any) -> Any:
     try:
         return real(*paths, *args[len(uses) :], **keywords)
     except FileExistsError:
-        # All ranks play the one parent that makes it. And what is told above is no accident here.
+        # All ranks play the one parent that makes it. And a race is a finding, and no accident.
         if real.__name__ == "mkdir" and (state.is_parent or line in makes):
             return None
         raise
