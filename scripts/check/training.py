@@ -108,7 +108,7 @@ def _count(real: Any, *args: Any, **keywords: Any) -> Any:
     is_loss = torch.is_grad_enabled() and all(item.mode is not False for item in loaders.latest)
     if name.startswith("all_gather") and needs and is_loss:
         record.tell("gathered without gradients")
-    if "object" in name and "gloo" not in backends:
+    if "object" in name and "nccl" in backends:  # by default objects go over the CPU
         device = pretend.visible()[pretend.use()]
         record.tell("objects over one GPU", same=(state.node, device), device=device)
     if name == "new_group":

@@ -396,10 +396,9 @@ def _alone(report: Facts) -> Found:
     passes = [item for item in events_of(report, "pass") if item["use"] == "evaluation"]
     for item in passes if len({item["rank"] for item in passes}) == 1 else ():
         if 0 < item["used"] <= item["whole"] / 2 + 1 and item["complete"]:
-            what = (
-                f"rank {item['rank']} alone evaluates, and its sampler gives it {item['used']} of"
-            )
-            yield "evaluates a share", {**item, "what": f"{what} {item['whole']} samples"}
+            count = f"{item['used']} of {item['whole']} samples"
+            what = f"rank {item['rank']} alone evaluates, and its sampler gives it {count}"
+            yield "evaluates a share", {**item, "what": what}
 
 
 def _trainings(report: Facts) -> list[Facts]:
