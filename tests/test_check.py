@@ -56,6 +56,7 @@ def is_right(found):
     [
         ("wrong_training.py", 1),
         ("unreached.py", 1),
+        ("fails.py", 1),
         pytest.param("wrong_data.py", 1, marks=needs_torchvision),
         pytest.param("wrong_evaluation.py", 1, marks=pytest.mark.slow),
         pytest.param("two_models.py", 1, marks=pytest.mark.slow),

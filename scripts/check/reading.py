@@ -44,6 +44,9 @@ WRAPPER = re.compile(r"\b(DistributedDataParallel|DDP)\(")
 # What combines the results of ranks, in the script or in a package.
 COMBINES = re.compile(r"all_?reduce|_?gather|\breduce\(|reduce_|torchmetrics|synchronize_")
 
+# A seed that differs between ranks, or a generator of a rank's own.
+OWN_SEED = re.compile(r"seed\w*[ (+=].*(rank|local|gpu|process)|initial_seed|worker_info", re.I)
+
 
 @dataclass
 class Code:
@@ -66,7 +69,7 @@ def read(root: Path, names: list[str]) -> Iterator[dict[str, Any]]:
     on_a_rank = re.compile("|".join([ON_A_RANK, *(rf"\b{flag}\b" for flag in sorted(flags))]), re.I)
     for name, tree in trees.items():
         code = Code(tree, texts[name], "\n".join(texts.values()), on_a_rank)
-        for rule in (collectives, stops, divisions, loads, saves, samplers):
+        for rule in (collectives, stops, divisions, loads, saves, samplers, seeds):
             for kind, node, facts in rule(code):
                 line = f"{name}:{getattr(node, 'lineno', 1)}"
                 yield {"kind": kind, "rank": 0, "clock": 0, "line": line} | facts
@@ -224,3 +227,13 @@ def samplers(code: Code) -> Found:
         elif "shuffle=False" not in ast.unparse(call) and ".set_epoch(" not in code.whole:
             what = "set_epoch is called nowhere, so each epoch has the same order"
             yield "no set_epoch", call, {"what": what, "guessed": "training"}
+
+
+def seeds(code: Code) -> Found:
+    """Find seeds that are equal on all ranks. A run that makes a step says what is drawn then."""
+    if OWN_SEED.search(code.whole):
+        return
+    for call, name, _ in _calls(code.tree):
+        if name == "torch.manual_seed":
+            facts = {"ranks": "0 and 1", "where": "after this seed", "name": "torch"}
+            yield "equal random numbers", call, facts | {"guessed": "step"}

@@ -100,6 +100,7 @@ def _count(real: Any, *args: Any, **keywords: Any) -> Any:
     if re.search("reduce|gather", name):
         elements = sent.numel() if isinstance(sent, Tensor) else 0
         facts = {"values": _numbers(sent), "mean": "AVG" in str(passed.get("op"))}
+        facts["reduces"] = "reduce" in name
         facts["evaluates"] = all(p.evaluated or p.mode is False for p in loaders.latest)
         record.tell("combined", elements=elements, **facts)
         if name in ("all_reduce", "reduce") and facts["values"]:

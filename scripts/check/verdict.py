@@ -18,6 +18,7 @@ Found = Iterator[tuple[str, Facts]]  # a kind, and the facts of its line in find
 LEVELS = ["WRONG", "WARN", "NOTE"]
 LESSONS = Path(__file__).resolve().parents[1] / "lessons"
 NO_GPU = re.compile("NVIDIA|CUDA|nvcc|Triton|cudnn|pretended")
+NO_ATTRIBUTE = r"'DistributedDataParallel' object has no attribute '(\w+)'"
 WHOLE = {"ended", "cut"}  # how a rank ends whose run was judged
 TWO = "two forwards or backwards"
 # Why gradients differ, by the calls since the step before: forwards are F, under no_sync f, past
@@ -180,12 +181,18 @@ def of_each(report: Facts, kind: str) -> list[list[Facts]]:
 
 
 def conflicts(report: Facts) -> Found:
-    """Find ranks that wait for each other for ever, and ranks of one number."""
+    """Find ranks that wait for each other for ever, or that fail because they are ranks."""
     groups = [events[0] for events in of_each(report, "group") if events]
     if len(groups) == report["world"] > len({event["given"] for event in groups}):
         parts = [f"rank={event['given']} at {event['line']}" for event in groups]
         yield "equal ranks", {**groups[0], "what": f"the processes give {', '.join(parts)}"}
     ends = sorted(report["ends"].items())
+    unset = [end for _, end in ends if re.match("UnboundLocal|NameError", end.get("message", ""))]
+    for end in unset if len(unset) < len(ends) else ():
+        yield "a name of one rank", {**end, "what": end["message"]}
+    for _, end in ends:
+        if found := re.search(NO_ATTRIBUTE, end.get("message", "")):
+            yield "asks the wrapper", {**end, "name": found[1]}
     waits = [f"rank {rank} waits at {end['line']}" for rank, end in ends if end["how"] == "waited"]
     gone = [f"rank {rank} has ended" for rank, end in ends if end["how"] == "ended"]
     if waits and len(waits + gone) == len(ends):
@@ -202,6 +209,7 @@ def by_ranks(report: Facts) -> Found:
     uses = {item["use"] for item in events_of(report, "pass")}
     has_ended = all(end["how"] == "ended" for end in report["ends"].values())
     seen |= uses if has_ended else uses - {"training"}  # it has one epoch
+    seen |= {event["kind"] for event in events_of(report, "step", "saved")}
     for event in events_of(report, *TABLE):
         if event.get("drawn_by", "") not in loaders:
             continue  # the script has only looked at the data
@@ -374,7 +382,9 @@ def evaluation(report: Facts) -> Found:
         drawn = [str(sample) for item in items for sample in item["samples"]]
         repeated = len(drawn) - len(set(drawn))  # those that fill up a batch, and not a set
         if 0 < repeated < min(len(items) * first["size"], len(set(drawn))):
-            level = "WARN" if combined and is_shared else "NOTE"
+            # What has a value for each sample, the script may sort by sample, and cut.
+            sums = [e for e in combined or () if e["reduces"] and e["elements"] < len(set(drawn))]
+            level = "WARN" if sums and is_shared else "NOTE"
             yield "padded evaluation", {**first, "level": level}
         if not is_shared or 0 in counts:
             continue
