@@ -215,7 +215,7 @@ model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=2)
 for step in range(6):  # the buckets are made after the first one
     model(torch.ones(4, 600, device=device)).sum().backward()
     torch.cuda.synchronize()
-os._exit(0)  # The thread of the backward still frees its graph. In Python's shutdown it would abort.
+os._exit(0)  # the thread of the backward still frees its graph: Python's shutdown would abort it
 """
 
 

@@ -3,7 +3,6 @@
 Every tensor stays on the CPU. The check notes on which GPU the script wants it.
 """
 
-import collections
 import contextlib
 import importlib.machinery as machinery
 import inspect
@@ -11,7 +10,6 @@ import os
 import re
 import sys
 import threading
-import types
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -206,15 +204,6 @@ for _owner in (torch.cuda, torch.accelerator):
 torch.Generator = Generator  # type: ignore[misc]
 torch.set_default_device = torch.set_default_tensor_type = Stub()
 Devices().__enter__()
-
-# Names that newer versions of Python, NumPy and PyTorch have removed.
-for _name in ("Iterable", "Iterator", "Mapping", "MutableMapping", "Sequence", "Callable"):
-    setattr(collections, _name, getattr(collections.abc, _name))
-for _kind in (bool, int, float, complex, object):
-    vars(np).setdefault(_kind.__name__, _kind)
-_six: Any = types.SimpleNamespace(inf=float("inf"), string_classes=(str, bytes), int_classes=int)
-_six.container_abcs = collections.abc
-sys.modules["torch._six"] = _six
 
 WRITING = "add_scalar add_scalars add_image add_images add_histogram add_figure add_text"
 TRACKERS = ["torch.utils.tensorboard", "tensorboardX", "wandb", "visdom", "comet_ml", "neptune"]

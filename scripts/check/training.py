@@ -53,7 +53,6 @@ _forwards = record.Nested()
 _backwards = record.Nested()  # checkpointing computes a part of the forward again in them
 _began: dict[str, int] = {}  # torch's random state when this step got its batch
 _stepping: list[Any] = []  # the parameters of each optimizer whose step has begun
-_scaled: set[Any] = set()  # scalers that have scaled a loss, and not yet divided its gradients
 _turns: Counter[Any] = Counter()  # number of steps of each optimizer
 
 
@@ -101,6 +100,7 @@ def _count(real: Any, *args: Any, **keywords: Any) -> Any:
         elements = sent.numel() if isinstance(sent, Tensor) else 0
         facts = {"values": _numbers(sent), "mean": "AVG" in str(passed.get("op"))}
         facts["reduces"] = "reduce" in name
+        facts["rows"] = len(sent) if isinstance(sent, Tensor) and sent.dim() else 1
         facts["evaluates"] = all(p.evaluated or p.mode is False for p in loaders.latest)
         record.tell("combined", elements=elements, **facts)
         if name in ("all_reduce", "reduce") and facts["values"]:
@@ -268,26 +268,6 @@ def load_state_dict(real: Any, self: Any, values: Any, *args: Any, **keywords: A
             self.apply(lambda part: getattr(part, "reset_parameters", int)())
         return _IncompatibleKeys([], [])
     return real(self, values, *args, **keywords)
-
-
-@replaces(torch.amp.GradScaler)
-def scale(real: Any, self: Any, outputs: Any) -> Any:
-    if self.is_enabled():
-        _scaled.add(self)
-    return real(self, outputs)
-
-
-@replaces(torch.amp.GradScaler)
-def _unscale_grads_(real: Any, self: Any, *args: Any) -> Any:
-    _scaled.discard(self)
-    return real(self, *args)
-
-
-@replaces(nn.utils, nn.utils.clip_grad)
-def clip_grad_norm_(real: Any, *args: Any, **keywords: Any) -> Any:
-    if _scaled:
-        record.tell("clips scaled gradients")
-    return real(*args, **keywords)
 
 
 @replaces(torch.autograd)

@@ -382,9 +382,10 @@ def evaluation(report: Facts) -> Found:
         drawn = [str(sample) for item in items for sample in item["samples"]]
         repeated = len(drawn) - len(set(drawn))  # those that fill up a batch, and not a set
         if 0 < repeated < min(len(items) * first["size"], len(set(drawn))):
-            # What has a value for each sample, the script may sort by sample, and cut.
-            sums = [e for e in combined or () if e["reduces"] and e["elements"] < len(set(drawn))]
-            level = "WARN" if sums and is_shared else "NOTE"
+            # The script may sort by sample, and cut, what it gathers or what has a row for each.
+            whole = (first["length"], first["whole"])
+            has_sum = any(e["reduces"] and e["rows"] not in whole for e in combined or ())
+            level = "WARN" if has_sum and is_shared else "NOTE"
             yield "padded evaluation", {**first, "level": level}
         if not is_shared or 0 in counts:
             continue

@@ -100,10 +100,8 @@ optimizer.step()
 model = wrapped(network())
 optimizer = sgd(model)
 loss = loss_of(model, rank) / world_size  # finds: loss divided by the ranks
-scaler = torch.amp.GradScaler("cuda")
-scaler.scale(loss).backward()
-nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # finds: clips scaled gradients
-scaler.step(optimizer)
+loss.backward()
+optimizer.step()
 shown = loss.clone()
 dist.all_reduce(shown)
 shown /= world_size
