@@ -226,12 +226,14 @@ def test_what_lies_outside_stays_as_it_is_and_idle_ranks_are_no_conflict(tmp_pat
     own.mkdir()
     (other / "logs").mkdir(parents=True)
     (other / "logs/x").write_text("1")
+    (other / "logs/w").write_text("2")
     found = checked(own, "outside.py", str(other))
-    assert "rank 0 waited in vain at outside.py:17, but not for another rank" in found["could_not"]
+    assert "rank 0 waited in vain at outside.py:20, but not for another rank" in found["could_not"]
     assert (found["status"], found["findings"]) == (3, [])
     assert f"writing to {other}" in str(found["not_seen"])
     assert [(p.name, p.is_dir() or p.read_text()) for p in sorted(other.rglob("*"))] == [
         ("logs", True),
+        ("w", "2"),
         ("x", "1"),
     ]
 

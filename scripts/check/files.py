@@ -13,15 +13,15 @@ import shutil
 import socket
 import struct
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import record
 import torch
 from record import replaces, state
 
-# What a function does with each of its paths: it reads what is there, lists it, or writes it.
+# What a function does with each of its paths: it reads what is there, or writes it.
 USES = dict.fromkeys(("stat", "lstat", "access", "statvfs"), "r")
-USES |= dict.fromkeys(("listdir", "scandir"), "l")
 USES |= dict.fromkeys(("mkdir", "rmdir", "remove", "unlink", "truncate", "utime", "chmod"), "w")
 USES |= {"rename": "ww", "replace": "ww", "symlink": "rw", "link": "rw"}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
@@ -41,9 +41,6 @@ def place_of(path: Any, use: str) -> Any:
         is_inside = f"{real}/".startswith((f"{state.place}/", "/dev/", "/proc/"))
         if is_inside or (use != "w" and not os.path.lexists(twin)):
             return path
-        for name in os.listdir(real) if use == "l" and os.path.isdir(real) else ():
-            with contextlib.suppress(FileExistsError):  # the twin has only what was written
-                os.symlink(f"{real}/{name}", f"{twin}/{name}")
         if use == "w" and not os.path.lexists(twin):
             record.tell("redirected", what=os.path.dirname(real))
             os.makedirs(os.path.dirname(twin), exist_ok=True)
@@ -82,6 +79,41 @@ def _redirected(uses: str, real: Any, *args: Any, **keywords: Any) -> Any:
 
 for _name, _uses in USES.items():
     replaces(os, name=_name)(functools.partial(_redirected, _uses))
+
+
+class Entries:
+    """The entries of a folder and of its twin, used as what ``os.scandir`` returns."""
+
+    def __init__(self, found: Iterable[Any]) -> None:
+        self.found = iter(found)
+
+    def __next__(self) -> Any:
+        return next(self.found)
+
+    def __enter__(self) -> Any:
+        return self
+
+    __iter__ = __enter__
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+@replaces(os)
+def scandir(real: Any, path: Any = ".") -> Any:
+    """List a folder with what was written into its twin."""
+    twin = place_of(path, "r")
+    if twin is path or not os.path.isdir(path):
+        return real(twin)
+    found = {entry.name: entry for folder in (path, twin) for entry in real(folder)}
+    return Entries(found.values())
+
+
+@replaces(os)
+def listdir(real: Any, path: Any = ".") -> list[Any]:
+    if type(path) is int or path is None:  # the number of an open folder, or the current one
+        return real(path)
+    return [entry.name for entry in os.scandir(path)]
 
 
 @replaces(os, name="open")
