@@ -61,6 +61,7 @@ def is_right(found):
         pytest.param("wrong_evaluation.py", 1, marks=pytest.mark.slow),
         pytest.param("two_models.py", 1, marks=pytest.mark.slow),
         pytest.param("streams.py", 1, marks=pytest.mark.slow),
+        pytest.param("workers.py", 1, marks=pytest.mark.slow),
         pytest.param("seeded.py", 1, marks=pytest.mark.slow),
         pytest.param("hangs.py", 1, marks=pytest.mark.slow),
         pytest.param("stops_alone.py", 1, marks=pytest.mark.slow),

@@ -19,6 +19,7 @@ import torch
 import torch.utils.data as data
 from record import replaces, state
 from torch import Tensor
+from torch.utils.data._utils import worker as workers
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 BATCHES = 4  # of each rank in an epoch, if the script has no smaller ones
@@ -109,6 +110,8 @@ def _note_seed(name: str, real: Any, *args: Any, **keywords: Any) -> Any:
     if any(record.is_import(frame) for frame in record.calls()):
         imported.add(name)
     at_batch.clear()
+    for item in _open:  # a data set that seeds draws nothing from the state before
+        item.before.pop(name, None)
     return real(*args, **keywords)
 
 
@@ -116,23 +119,42 @@ for _name, (*_, _owner, _seeding) in GENERATORS.items():
     replaces(_owner, name=_seeding)(functools.partial(_note_seed, _name))
 
 
-def seeded(name: str) -> dict[str, str]:
-    """Return the line that seeded a generator, as a fact. Nothing may have seeded it."""
-    return {"line": seeds[name][0]} if name in seeds else {}
+def tell_draws(where: str, before: dict[str, int], key: str = "", worker: Any = None) -> None:
+    """Tell from which states numbers were drawn since: equal states draw equal numbers.
 
-
-def tell_draws(where: str, before: dict[str, int], key: str = "", seed: int | None = None) -> None:
-    """Tell from which states numbers were drawn since: equal states draw equal numbers."""
+    ``worker`` is what ``in_worker`` returns, if workers draw the samples.
+    """
+    states, noted = worker or (before, seeds)
     for name, after in marks().items():
         if after != before.get(name, after):
-            same = (where, key, name, before[name] if seed is None else seed)
-            source = name if seed is None else "torch"  # which gives workers their seeds
-            facts = {"where": where, "name": name, "drawn_by": key} | seeded(source)
-            record.tell("equal random numbers", same=same, **facts)
-            own = seeds.get(source, ("", None))[1]
+            line, own = noted.get(name, ("", None))
+            facts = {"where": where, "name": name, "drawn_by": key} | (
+                {"line": line} if line else {}
+            )
+            record.tell("equal random numbers", same=(where, key, name, states[name]), **facts)
             if own is not None:  # a rank may have drawn more, but not each of many ranks
                 facts["where"] += f", or would with more ranks: each is seeded with {own}"
                 record.tell("equal random numbers", same=(where, key, name, "seed", own), **facts)
+
+
+def in_worker(loader: Any, base_seed: int) -> tuple[dict[str, int], dict[str, Any]]:
+    """Return the states and the seeds of the generators in a loader's first worker."""
+    kept, init = dict(seeds), loader._worker_init or int
+    seeds.clear()
+    if "torch" in kept:  # which gives workers their seeds
+        seeds.update(dict.fromkeys(GENERATORS, kept["torch"]))
+    with randomness_kept():
+        for seed in SEED:
+            seed(base_seed % 2**32)
+        facts = {"id": 0, "num_workers": 1, "seed": base_seed, "dataset": loader.dataset}
+        workers._worker_info = workers.WorkerInfo(**facts)
+        with contextlib.suppress(Exception):  # it may need more of a worker
+            init(0)
+        workers._worker_info = None
+        found = marks(), dict(seeds)
+    seeds.clear()
+    seeds.update(kept)
+    return found
 
 
 @contextlib.contextmanager
@@ -294,7 +316,7 @@ def loader(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
         "size": size or state.samples // BATCHES,
     }
     facts |= {"whole": whole, "used": share, "workers": passed.get("num_workers", 0)}
-    facts["seeded"] = passed.get("worker_init_fn") is not None
+    self._worker_init = passed.get("worker_init_fn")
     facts["batches"] = -(-share // size) if size and whole else None
     real(**passed | {name: value for name, value in NO_WORKERS.items() if name in passed})
 
@@ -312,6 +334,7 @@ def batches(real: Any, self: Any) -> Iterator[Any]:
     """Yield the batches of a loader, and note what was drawn."""
     iterator, item = real(self), Pass(self)
     iterator._pass, facts = item, item.facts
+    worker = in_worker(self, iterator._base_seed) if facts["workers"] else None
     _open.append(item)
     try:
         while True:
@@ -328,9 +351,7 @@ def batches(real: Any, self: Any) -> Iterator[Any]:
                     batch = next(iterator)
                 except StopIteration:
                     break
-                if not (facts["workers"] and facts["seeded"]):
-                    seed = iterator._base_seed if facts["workers"] else None
-                    tell_draws("for their samples", item.before, item.key, seed)
+                tell_draws("for their samples", item.before, item.key, worker)
             item.is_fresh = True
             at_batch["torch"] = marks()["torch"]
             yield batch

@@ -239,7 +239,8 @@ def _module_begins(module: nn.Module, inputs: Any) -> None:
             batch.rows = tensors[0].shape[0] if tensors else batch.rows
         if trains and tensors and not loaders.latest and state.steps < SHOWN:
             digests = [loaders.digest(tensor) for tensor in tensors]
-            record.tell("input", digests=digests, **loaders.seeded("torch"))
+            seeded = next((line for line, _ in loaders.seeds.values()), "")
+            record.tell("input", digests=digests, seeded=seeded)
     _forwards.depth += 1
     for item in wrappers if trains and not _backwards.depth else ():
         if id(module) in item.modules and not item.in_forward.depth and item.calls[-1:] != "P":

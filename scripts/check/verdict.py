@@ -360,10 +360,16 @@ def shares(report: Facts) -> Found:
 def inputs(report: Facts) -> Found:
     """Find ranks that train on the same batches, which do not come from a loader."""
     rows = list(zip(*of_each(report, "input"), strict=False))
-    if len(rows) > 1 and all(e["digests"] == row[0]["digests"] for row in rows for e in row):
-        ranks = " and ".join(map(str, range(report["world"])))
+    if len(rows) < 2 or any(e["digests"] != row[0]["digests"] for row in rows for e in row):
+        return
+    first = rows[0][0]
+    ranks = " and ".join(map(str, range(report["world"])))
+    if first["seeded"]:
         facts = {"ranks": ranks, "where": "for their inputs", "name": "torch"}
-        yield "equal random numbers", {**rows[0][0], **facts}
+        yield "equal random numbers", {**first, **facts, "line": first["seeded"]}
+    else:
+        what = f"ranks {ranks} train on equal inputs, which come from no DataLoader"
+        yield "equal shares", {**first, "what": what}
 
 
 def evaluation(report: Facts) -> Found:
