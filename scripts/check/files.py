@@ -103,10 +103,11 @@ class Entries:
 def scandir(real: Any, path: Any = ".") -> Any:
     """List a folder with what was written into its twin."""
     twin = place_of(path, "r")
-    if twin is path or not os.path.isdir(path):
+    with unwatched:
+        folders = [folder for folder in (path, twin) if os.path.isdir(folder)]
+    if twin is path or not folders:
         return real(twin)
-    found = {entry.name: entry for folder in (path, twin) for entry in real(folder)}
-    return Entries(found.values())
+    return Entries({entry.name: entry for folder in folders for entry in real(folder)}.values())
 
 
 @replaces(os)
