@@ -412,7 +412,7 @@ def _alone(report: Facts) -> Found:
     """Find a share that a rank evaluates while no other rank evaluates anything."""
     passes = [item for item in events_of(report, "pass") if item["use"] == "evaluation"]
     for item in passes if len({item["rank"] for item in passes}) == 1 else ():
-        if 0 < 2 * item["used"] <= item["whole"] + 1 and 1 < item["whole"] and item["complete"]:
+        if 0 < 2 * item["used"] <= item["whole"] + 1 and item["whole"] > 1 and item["complete"]:
             count = f"{item['used']} of {item['whole']} samples"
             what = f"rank {item['rank']} alone evaluates, and its sampler gives it {count}"
             yield "evaluates a share", {**item, "what": what}
