@@ -79,7 +79,7 @@ def check(script: Path, package: str | None, args: argparse.Namespace) -> verdic
         is_small = not wanted["size"]
         with tempfile.TemporaryDirectory(prefix="check-", ignore_cleanup_errors=True) as place:
             place = os.path.realpath(place)
-            root = Path(place, *home.parts[1:][-3:-1], home.name or "code")
+            root = Path(place, *home.parts[1:][-4:-1], home.name or "code")
             project.bound(wanted["world"], is_small)
             project.copy(home, root, [script, folder])
             request = fixed | wanted | {"root": str(root), "place": place}

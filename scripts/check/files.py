@@ -55,7 +55,8 @@ def name_of(path: Any) -> str:
     """Return a path as the verdict shows it. A file and its twin have the same name."""
     with unwatched:
         real = os.path.realpath(os.fsdecode(path))
-    return real.removeprefix(f"{state.root}/outside").removeprefix(f"{state.root}/")
+    real = real.removeprefix(f"{state.root}/outside")  # the twin of what lies outside
+    return real.removeprefix(f"{state.root}/").removeprefix(f"{state.home}/")
 
 
 def _redirected(uses: str, real: Any, *args: Any, **keywords: Any) -> Any:

@@ -7,6 +7,7 @@ short epoch by their own rules, and the script's loops end by themselves.
 import contextlib
 import functools
 import itertools
+import math
 import random
 import zlib
 from collections import Counter, defaultdict
@@ -184,12 +185,18 @@ def content(dataset: Any) -> list[int]:
     return _contents[id(dataset)][1]
 
 
-def sample_mark(dataset: Any, index: int) -> tuple[int, int]:
-    """Return what tells a sample from others: a mark of the whole set, and the index in it."""
+def origin(dataset: Any, index: int) -> tuple[Any, int]:
+    """Return the whole set of which a set is a part, and the index of a sample in it."""
     while isinstance(dataset, data.Subset):
         index = int(dataset.indices[index])
         dataset = dataset.dataset
-    return digest(content(dataset)), index
+    return dataset, index
+
+
+def sample_mark(dataset: Any, index: int) -> tuple[int, int]:
+    """Return what tells a sample from others: a mark of the whole set, and the index in it."""
+    whole, at = origin(dataset, index)
+    return digest(content(whole)), at
 
 
 class Pass:
@@ -206,8 +213,10 @@ class Pass:
         is_sized = hasattr(self.dataset, "__len__") and not self.is_stream
         self.length = len(self.dataset) if is_sized else 0
         self.content = content(self.dataset) if self.length else []
+        self.whole_length = len(origin(self.dataset, 0)[0]) if self.length else 0
         self.indices: list[int] = []
         self.samples: list[Any] = []
+        self.batches = len(loader) if self.length else math.inf  # such loops may end by a count
         self.before: dict[str, int] = {}  # states of the generators before a batch was read
         self.rows = 0  # rows of the last forward: a script may take a part of a batch
         self.tested: dict[int, Any] = {}  # what is in each model that was evaluated, by its id
@@ -232,7 +241,9 @@ class Pass:
         if not self.trained and not self.evaluated and self.mode is not False:
             _counts[self.key] -= 1  # it has only looked at the model
             return
-        names = ("begun", "number", "complete", "length", "content", "indices", "samples")
+        self.complete = self.complete or self.reads >= self.batches
+        names = ["begun", "number", "complete", "length", "whole_length"]
+        names += ["content", "indices", "samples"]
         facts = self.facts | {name: getattr(self, name) for name in names}
         facts["tested"] = list(self.tested.values())
         facts |= {"use": "training" if self.trained else "evaluation"}
@@ -248,7 +259,8 @@ class Pass:
         if former and len(order) > 3 and former.indices == order:
             facts["what"] = f"epoch {facts['epoch']} had the order of the one before: "
             facts["what"] += "set_epoch was not called, or too late"
-            record.tell("never shuffled" if order == sorted(order) else "no set_epoch", **facts)
+            is_sorted = order == sorted(order) and len(order) > 5  # and not by chance
+            record.tell("never shuffled" if is_sorted else "no set_epoch", **facts)
 
 
 def forward_begins(grads: bool, mode: bool | None) -> bool:

@@ -107,8 +107,8 @@ def home_of(script: Path, folder: Path) -> Path:
 def copy(source: Path, target: Path, wanted: list[Path]) -> None:
     """Copy code and settings, and link the rest: data, large files, and folders of many entries.
 
-    ``wanted`` are paths whose folders have to be copied. ../data and ../../data lead from the copy
-    to where they lead from the folder itself.
+    ``wanted`` are paths whose folders have to be copied. ../data and ../../../data lead from the
+    copy to where they lead from the folder itself.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     left = ENTRIES
@@ -131,7 +131,7 @@ def copy(source: Path, target: Path, wanted: list[Path]) -> None:
                     path.write_text(SETTING.sub(_replaced, text_of(path)))
             elif entry.is_file() or entry.is_dir():
                 path.symlink_to(os.path.realpath(entry.path))
-    for real, copied in list(zip(source.parents, target.parents, strict=False))[:2]:
+    for real, copied in list(zip(source.parents, target.parents, strict=False))[:3]:
         for beside in itertools.islice(real.iterdir() if real.name else (), ENTRIES):
             if not (copied / beside.name).exists() and beside != source:
                 (copied / beside.name).symlink_to(beside)

@@ -1,10 +1,13 @@
 """Run a script as one rank, with stand-ins for what is not here."""
 
 import argparse
+import contextlib
+import copy
 import faulthandler
 import importlib.machinery as machinery
 import importlib.util
 import json
+import logging
 import os
 import re
 import signal
@@ -207,12 +210,20 @@ def sleep(real: Any, seconds: float) -> None:
 
 @replaces(mp, sys.modules["torch.multiprocessing.spawn"])
 def spawn(real: Any, fn: Any, args: Any = (), nprocs: int = 1, *a: Any, **keywords: Any) -> Any:
-    """Be the rank of this number, in place of ``mp.spawn``."""
+    """Be the rank of this number, in place of ``mp.spawn``. It has no handlers of its parent."""
+    logging.root.handlers.clear()
     _run_started([mp.Process(target=fn, args=(index, *args)) for index in range(nprocs)])
     return types.SimpleNamespace(join=lambda *args, **keywords: True, processes=[])
 
 
 replaces(mp, sys.modules["torch.multiprocessing.spawn"], name="start_processes")(spawn)
+
+
+def _kept(argument: Any) -> Any:
+    """Return a copy of what a process gets, since the script may change it for the next one."""
+    with contextlib.suppress(Exception):  # a queue has none
+        return copy.copy(argument)
+    return argument
 
 
 @replaces(BaseProcess)
@@ -222,6 +233,7 @@ def start(real: Any, self: Any) -> None:
     if state.groups or not by_script or not _makes_groups or self.daemon:
         return real(self)
     self._popen = pretend.Stub(**{"poll.return_value": 0})
+    self._args = tuple(map(_kept, self._args))
     _started.append(self)
 
 

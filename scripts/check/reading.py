@@ -83,7 +83,7 @@ def _flags(tree: ast.AST) -> Iterator[str]:
         value = ast.unparse(node.value)
         is_flag = value.startswith("True if") or isinstance(node.value, ast.Compare | ast.BoolOp)
         if is_flag and re.search(ON_A_RANK, value, re.I):
-            yield from (re.split(r"\W", ast.unparse(target))[-1] for target in node.targets)
+            yield from (re.findall(r"\w+", ast.unparse(target))[-1] for target in node.targets)
 
 
 def _nodes(node: ast.AST, above: Above = ()) -> Iterator[tuple[ast.AST, Above]]:
@@ -178,7 +178,7 @@ def divisions(code: Code) -> Found:
 
 def loads(code: Code) -> Found:
     """Find calls of torch.load that do not say where the tensors go, as no other does."""
-    if not re.search(r"load_state_dict|model\w* = torch\.load\(", code.text):
+    if not re.search(r"state_dict|(self\.|model|net)\w* = torch\.load\(", code.text):
         return
     calls = [call for call, name, _ in _calls(code.tree) if name == "torch.load" and call.args]
     mapped = [call for call in calls if len(call.args) > 1 or "map_location" in ast.unparse(call)]

@@ -34,7 +34,8 @@ class State:
     limit = 120.0
     each = 2  # number of ranks of each host
     node = 0  # number of this host
-    root = "no script yet"  # the copy of the project, in which the script runs
+    home = "no script yet"  # the folder of the project
+    root = "no script yet"  # its copy, in which the script runs
     place = "no script yet"  # the folder for this run, in which the copy lies
     mode = "torchrun"  # or "all", for the variables of all launchers, or "spawn"
     samples = 16  # of each rank in an epoch

@@ -343,11 +343,15 @@ def shares(report: Facts) -> Found:
             continue
         equal = sum(len(set(column)) == 1 for column in zip(*contents, strict=True))
         common = set(first["indices"]).intersection(*(item["indices"] for item in items))
-        if all(contents) and equal < len(contents[0]) and len(common) <= world:
+        # Shares of one whole set have no sample in common.
+        are_shares = sum(map(len, drawn)) <= first["whole_length"]
+        doubled = are_shares and len({*drawn[0]} & {*drawn[1]}) > world
+        if all(contents) and equal < len(contents[0]) and (doubled or len(common) <= world):
             # The same data, split in another way, leak from one part into the other.
             is_split = len({str(sample[0]) for item in items for sample in item["samples"]}) == 1
-            facts = {"equal": equal, "count": len(contents[0])}
-            yield "other data", {**first, **facts, "level": "WRONG" if is_split else "WARN"}
+            level = "WRONG" if is_split and not doubled else "WARN"
+            facts = {"equal": equal, "count": len(contents[0]), "level": level}
+            yield "other data", {**first, **facts}
         elif not first["divided"]:  # a rank may use its part of a batch that all have drawn
             for one, other in combinations(items, 2):
                 both = len({*map(str, one["samples"])} & {*map(str, other["samples"])})

@@ -51,7 +51,7 @@ for epoch in range(args.epochs):
         if rank == 0:
             torch.save(raw_model.state_dict(), "best.pt")
     dist.barrier()
-    torch.load("best.pt")
+    torch.load("best.pt", map_location="cpu")
     with torch.no_grad():
         pictures = [raw_model(images.cuda()) for images, _ in DataLoader(Images(300), 64)]
     assert len(torch.cat(pictures)) == 300, "the metric needs them all"

@@ -1,5 +1,6 @@
 """A right script that starts a process for each rank. Another file makes their group."""
 
+import argparse
 import os
 
 import torch
@@ -9,8 +10,9 @@ from torch import multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 
-def train(rank: int, world_size: int) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+def train(settings: argparse.Namespace) -> None:
+    rank = settings.rank
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(settings.count)}
     start()
     model = DistributedDataParallel(network().cuda(), device_ids=[rank])
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -21,9 +23,11 @@ def train(rank: int, world_size: int) -> None:
 
 if __name__ == "__main__":
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    count = torch.cuda.device_count()
-    processes = [mp.Process(target=train, args=(rank, count)) for rank in range(count)]
-    for process in processes:
-        process.start()
+    settings = argparse.Namespace(count=torch.cuda.device_count())
+    processes = []
+    for rank in range(settings.count):
+        settings.rank = rank  # of the process that starts next
+        processes.append(mp.Process(target=train, args=(settings,)))
+        processes[-1].start()
     for process in processes:
         process.join()

@@ -61,6 +61,10 @@ class Writer(SummaryWriter):
         super().add_scalar(*args)
 
 
+shown = {}
+shown["losses"] = rank == 0
+if dist.is_initialized():
+    dist.barrier()
 SummaryWriter("runs")  # which rank 0 alone writes to
 if rank == 0:
     with Writer("runs") as writer:

@@ -1,11 +1,11 @@
-"""Workers that seed NumPy's generator: by their rank, or all alike."""
+"""Workers that seed by their rank, or all alike, and shares of what each rank has shuffled."""
 
 import numpy as np
 import torch
 from common import Images, network, start
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 
 class Noisy(Images):
@@ -32,10 +32,14 @@ model = DistributedDataParallel(network().cuda())
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 images = Noisy(640)
 sampler = DistributedSampler(images)
-ways = {"num_workers": 2, "sampler": sampler}
-right = DataLoader(images, 64, worker_init_fn=by_rank, **ways)
-wrong = DataLoader(images, 64, worker_init_fn=alike, **ways)
-for epoch, loader in enumerate((right, wrong)):
+right = DataLoader(images, 64, sampler=sampler, num_workers=2, worker_init_fn=by_rank)
+wrong = DataLoader(images, 64, sampler=sampler, num_workers=2, worker_init_fn=alike)
+shuffled = torch.randperm(len(images)).tolist()  # start() has seeded each rank differently
+part = Subset(images, shuffled[rank::world_size])
+doubled = DataLoader(  # finds: other data
+    part, 64, shuffle=True, num_workers=2, worker_init_fn=by_rank
+)
+for epoch, loader in enumerate((right, wrong, doubled)):
     sampler.set_epoch(epoch)
     for inputs, labels in loader:
         cross_entropy(model(inputs.float()), labels).backward()

@@ -49,11 +49,13 @@ def train(loader: DataLoader) -> None:
         optimizer.zero_grad()
 
 
-def correct(loader: DataLoader) -> torch.Tensor:
+def correct(loader: DataLoader, batches: int = 99) -> torch.Tensor:
     """Return the number of correct answers and of samples."""
     found = torch.zeros(2).cuda()
     with torch.no_grad():
-        for images, labels in loader:
+        for number, (images, labels) in enumerate(loader):
+            if number >= batches:
+                break
             answers = raw_model(images.cuda()).argmax(dim=1)
             found += torch.tensor([(answers == labels.cuda()).sum(), len(labels)])
     return found
@@ -79,7 +81,7 @@ for _epoch in range(EPOCHS):
     sums = correct(padded)
     dist.all_reduce(sums)
     accuracy = sums[0] / sums[1]
-    accuracy = correct(share)[0] / len(test_set)
+    accuracy = correct(share, len(share) - 1)[0] / len(test_set)
     model.train()
     correct(whole)
     torch.save(model.module.state_dict(), "model.pt")  # finds: every rank saves
