@@ -209,7 +209,8 @@ def by_ranks(report: Facts) -> Found:
     uses = {item["use"] for item in events_of(report, "pass")}
     has_ended = all(end["how"] == "ended" for end in report["ends"].values())
     seen |= uses if has_ended else uses - {"training"}  # it has one epoch
-    seen |= {event["kind"] for event in events_of(report, "step", "saved")}
+    if events_of(report, "step") or not failed(report):
+        seen.add("step")
     for event in events_of(report, *TABLE):
         if event.get("drawn_by", "") not in loaders:
             continue  # the script has only looked at the data
