@@ -129,9 +129,8 @@ def tell_draws(where: str, before: dict[str, int], key: str = "", worker: Any = 
     for name, after in marks().items():
         if after != before.get(name, after):
             line, own = noted.get(name, ("", None))
-            facts = {"where": where, "name": name, "drawn_by": key} | (
-                {"line": line} if line else {}
-            )
+            facts = {"where": where, "name": name, "drawn_by": key}
+            facts |= {"line": line} if line else {}
             record.tell("equal random numbers", same=(where, key, name, states[name]), **facts)
             if own is not None:  # a rank may have drawn more, but not each of many ranks
                 facts["where"] += f", or would with more ranks: each is seeded with {own}"
