@@ -59,6 +59,7 @@ def is_right(found):
         ("fails.py", 1),
         pytest.param("wrong_data.py", 1, marks=needs_torchvision),
         pytest.param("wrong_evaluation.py", 1, marks=pytest.mark.slow),
+        pytest.param("wrong_results.py", 1, marks=pytest.mark.slow),
         pytest.param("two_models.py", 1, marks=pytest.mark.slow),
         pytest.param("streams.py", 1, marks=pytest.mark.slow),
         pytest.param("workers.py", 1, marks=pytest.mark.slow),

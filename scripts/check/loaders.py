@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data._utils import worker as workers
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+EPOCHS = 4  # after which a run ends, if the script has more
 BATCHES = 4  # of each rank in an epoch, if the script has no smaller ones
 COMPARED = 6  # samples of a data set whose content is compared
 READ = 100  # batches of a stream that are counted after its end here
@@ -279,8 +280,9 @@ def forward_begins(grads: bool, mode: bool | None) -> bool:
 def backward_begins() -> None:
     for item in latest:
         if not item.trained:
-            if _epochs[item.key] == 2:
-                record.leave("cut", message="what follows after two epochs: the check ended there")
+            if _epochs[item.key] == EPOCHS:
+                what = f"what follows after {EPOCHS} epochs: the check ended there"
+                record.leave("cut", message=what)
             _epochs[item.key] += 1
         item.trained = True
 

@@ -31,7 +31,7 @@ from record import replaces, state
 
 FOREIGN = "deepspeed|horovod|colossalai"  # others are refused when they wrap a model
 MAKES = re.compile(
-    r"^ *if not .*(?:exists|isdir)\(.*\n?"
+    r"^ *if not .*(?:exists|isdir)\(.*\n?(?:.*\n)??"
     r".*(?:os\.makedirs|\bmakedirs|\.mkdir)\((?!.*exist_ok)",
     re.M,
 )

@@ -29,18 +29,27 @@ COLLECTIVE = re.compile(
     r"(torch\.)?(dist|distributed|c10d)\."
     r"((monitored_)?barrier|all_\w+|broadcast\w*|reduce\w*|gather\w*|scatter\w*)"
 )
-TRAINS = re.compile(r"backward\(|\btrain\w*\(|\.step\(")
+EXITS = re.compile(r"(sys\.|os\._)?exit")
+TRAINS = re.compile(r"backward\(|\b_?train\w*\(|\.step\(")
 OWN_LOSS = re.compile(r"nan\b|finite|isinf|loss[\w.()]* [<>]|[<>]=? [\w.]*loss", re.I)
 OF_EVALUATION = re.compile("val|test|eval|dev|best", re.I)
 # Words of a value on which ranks agree. But dist.reduce() gives it to one rank alone.
 AGREES = r"((?<!dist\.)(?<!distributed\.)reduc|gather|broadcast|sync)"
-DECIDES = re.compile("patience|early_?stop|best", re.I)
+DECIDES = re.compile("patience|early_?stop|best|plateau", re.I)
 DIVIDES = re.compile(  # a loss by the number of ranks, before its backward
     r"^ *(\w*loss\w*) *(?:/=|=.*/) *[\w.]*(?:world|gpus|nprocs|ranks).*\n(?:.*\n){0,4}?"
     r".*\b\1\b.*backward\(",
     re.M,
 )
+LOADS_MODEL = re.compile(r"state_dict|(self\.|model|net|checkpoint|ckpt)\w* = torch\.load\(")
 WRAPPER = re.compile(r"\b(DistributedDataParallel|DDP)\(")
+FIRST = re.compile(r"if .*rank.*:\s+.*barrier\(|_first\b")  # lets one rank come before others
+DOWNLOADS = re.compile(r"(.*\.)?urlretrieve|(gdown|wget|nltk)\.download\w*")
+# A number of steps, from the length of a whole data set and the size of a batch.
+STEPS = re.compile(r"\blen\([^()]*(data|set|sampler)\) //? [\w.\['\"]*(batch|bs)[\w'\"\]]*", re.I)
+SCHEDULES = re.compile("step|iter|optim|sched", re.I)
+GLOBAL_BATCH = re.compile(r"batch_?size.*/.*(world|gpus|procs|ranks|replicas)", re.I)
+DIVIDED = re.compile("world|gpus|procs|ranks|replicas", re.I)
 # What combines the results of ranks, in the script or in a package.
 COMBINES = re.compile(r"all_?reduce|_?gather|\breduce\(|reduce_|torchmetrics|synchronize_")
 
@@ -69,7 +78,7 @@ def read(root: Path, names: list[str]) -> Iterator[dict[str, Any]]:
     on_a_rank = re.compile("|".join([ON_A_RANK, *(rf"\b{flag}\b" for flag in sorted(flags))]), re.I)
     for name, tree in trees.items():
         code = Code(tree, texts[name], "\n".join(texts.values()), on_a_rank)
-        for rule in (collectives, stops, divisions, loads, saves, samplers, seeds):
+        for rule in RULES:
             for kind, node, facts in rule(code):
                 line = f"{name}:{getattr(node, 'lineno', 1)}"
                 yield {"kind": kind, "rank": 0, "clock": 0, "line": line} | facts
@@ -128,21 +137,30 @@ def stops(code: Code) -> Found:
     for node, above in _nodes(code.tree):
         if isinstance(node, ast.If) and DECIDES.search(ast.unparse(node.test)):
             yield "decides", node, {}
-        if not isinstance(node, ast.Break | ast.Return | ast.Continue):
+        is_exit = isinstance(node, ast.Call) and EXITS.fullmatch(ast.unparse(node.func))
+        if not is_exit and not isinstance(node, ast.Break | ast.Return | ast.Continue):
             continue
-        loops = [at for at, one in enumerate(above) if isinstance(one, ast.For | ast.While)]
-        if not loops or not TRAINS.search(ast.unparse(above[loops[-1]])):
+        loops = [(at, one) for at, one in enumerate(above) if isinstance(one, ast.For | ast.While)]
+        if not loops or not TRAINS.search(ast.unparse(loops[-1][1])):
             continue
-        for test, _ in _conditions(node, above[loops[-1] :]):
+        at, loop = loops[-1]
+        skips = isinstance(node, ast.Continue)
+        line = getattr(node, "lineno", 0)
+        trains_later = any(
+            TRAINS.search(ast.unparse(one)) for one in loop.body if one.lineno > line
+        )
+        for test, _ in _conditions(node, above[at:]):
             names = _names(test)
-            is_own = OWN_LOSS.search(test) and not OF_EVALUATION.search(test)
-            is_own = is_own and not _is_agreed(names, code.text)
-            if isinstance(node, ast.Continue):
-                if is_own:
-                    yield "leaves a batch out", node, {}
-            elif is_own or code.on_a_rank.search(test) or _is_set_alone(names, code, above[0]):
-                what = f"a rank leaves the loop by itself, if {test}"
+            is_agreed = _is_agreed(names, code.text)
+            is_own = OWN_LOSS.search(test) and not OF_EVALUATION.search(test) and not is_agreed
+            is_alone = code.on_a_rank.search(test) or _is_set_alone(names, code, above[0])
+            if skips and is_own:
+                yield "leaves a batch out", node, {}
+            elif (is_own or is_alone) and (trains_later or not skips):
+                what = f"a rank leaves the training by itself, if {test}"
                 yield "a rank stops alone", node, {"what": what, "level": "WARN"}
+            elif DECIDES.search(test) and not is_agreed and not skips:
+                yield "stops by a result", node, {"what": f"the loop ends if {test}"}
 
 
 def _names(test: str) -> set[str]:
@@ -178,7 +196,7 @@ def divisions(code: Code) -> Found:
 
 def loads(code: Code) -> Found:
     """Find calls of torch.load that do not say where the tensors go, as no other does."""
-    if not re.search(r"state_dict|(self\.|model|net)\w* = torch\.load\(", code.text):
+    if not LOADS_MODEL.search(code.text):
         return
     calls = [call for call, name, _ in _calls(code.tree) if name == "torch.load" and call.args]
     mapped = [call for call in calls if len(call.args) > 1 or "map_location" in ast.unparse(call)]
@@ -214,10 +232,14 @@ def saves(code: Code) -> Found:
 
 def samplers(code: Code) -> Found:
     """Find samplers whose epoch no file of the project sets, and shares that none combines."""
-    for call, name, above in _calls(code.tree):
-        if not name.endswith("DistributedSampler"):
+    for node, above in _nodes(code.tree):  # it may be named first, and called later
+        is_class = isinstance(node, ast.Name | ast.Attribute) and not isinstance(above[-1], SCOPES)
+        if not is_class or not ast.unparse(node).endswith("DistributedSampler"):
             continue
-        statement = next((node for node in above[::-1] if isinstance(node, ast.stmt)), call)
+        statement = next((one for one in above[::-1] if isinstance(one, ast.stmt)), node)
+        call = above[-1] if isinstance(above[-1], ast.Call) else node
+        if "isinstance(" in ast.unparse(statement):
+            continue
         is_named = isinstance(statement, ast.Assign)
         target = ast.unparse(statement).partition("=")[0] if is_named else ""
         if OF_EVALUATION.search(target):
@@ -229,6 +251,26 @@ def samplers(code: Code) -> Found:
             yield "no set_epoch", call, {"what": what, "guessed": "training"}
 
 
+def downloads(code: Code) -> Found:
+    """Find downloads of all ranks at once, into one folder. A run that makes them says so."""
+    for call, name, above in _calls(code.tree):
+        is_alone = any(code.on_a_rank.search(test) for test, _ in _conditions(call, above))
+        asks = "download=True" in map(ast.unparse, call.keywords) or DOWNLOADS.fullmatch(name)
+        if asks and not is_alone and not FIRST.search(code.whole):
+            yield "every rank downloads", call, {"ranks": "0 and 1", "name": name, "read": True}
+
+
+def schedules(code: Code) -> Found:
+    """Find numbers of steps that are computed from a data set of which a rank has a share."""
+    if "DistributedSampler" not in code.whole or GLOBAL_BATCH.search(code.whole):
+        return
+    for node, _ in _nodes(code.tree):
+        text = ast.unparse(node) if isinstance(node, ast.Assign | ast.Expr) else ""
+        found = STEPS.search(text)
+        if found and SCHEDULES.search(text) and not DIVIDED.search(text):
+            yield "steps of all ranks", node, {"what": found[0]}
+
+
 def seeds(code: Code) -> Found:
     """Find seeds that are equal on all ranks. A run that makes a step says what is drawn then."""
     if OWN_SEED.search(code.whole):
@@ -237,3 +279,6 @@ def seeds(code: Code) -> Found:
         if name == "torch.manual_seed":
             facts = {"ranks": "0 and 1", "where": "after this seed", "name": "torch"}
             yield "equal random numbers", call, facts | {"guessed": "step"}
+
+
+RULES = (collectives, stops, divisions, loads, saves, samplers, downloads, schedules, seeds)

@@ -100,6 +100,7 @@ def _count(real: Any, *args: Any, **keywords: Any) -> Any:
         elements = sent.numel() if isinstance(sent, Tensor) else 0
         facts = {"values": _numbers(sent), "mean": "AVG" in str(passed.get("op"))}
         facts["reduces"] = "reduce" in name
+        facts["to_one"] = name in ("reduce", "gather", "gather_object")
         facts["rows"] = len(sent) if isinstance(sent, Tensor) and sent.dim() else 1
         facts["evaluates"] = all(p.evaluated or p.mode is False for p in loaders.latest)
         record.tell("combined", elements=elements, **facts)
@@ -225,6 +226,10 @@ def forward(real: Any, self: Any, *args: Any, **keywords: Any) -> Any:
         return real(self, *args, **keywords)
 
 
+def _is_wrapped(module: nn.Module) -> bool:
+    return any(module is model for item in wrappers for model in (item.ddp, item.ddp.module))
+
+
 def _module_begins(module: nn.Module, inputs: Any) -> None:
     grads = torch.is_grad_enabled()
     trains = grads and any(p.requires_grad for p in module.parameters())
@@ -237,10 +242,11 @@ def _module_begins(module: nn.Module, inputs: Any) -> None:
         tensors = [item for item in inputs if isinstance(item, Tensor) and item.dim()]
         for batch in loaders.latest if trains else ():
             batch.rows = tensors[0].shape[0] if tensors else batch.rows
-        if trains and tensors and not loaders.latest and state.steps < SHOWN:
+        is_tested = not grads and not module.training and _is_wrapped(module)
+        if (trains or is_tested) and tensors and not loaders.latest and state.steps < SHOWN:
             digests = [loaders.digest(tensor) for tensor in tensors]
             seeded = next((line for line, _ in loaders.seeds.values()), "")
-            record.tell("input", digests=digests, seeded=seeded)
+            record.tell("input" if trains else "tested input", digests=digests, seeded=seeded)
     _forwards.depth += 1
     for item in wrappers if trains and not _backwards.depth else ():
         if id(module) in item.modules and not item.in_forward.depth and item.calls[-1:] != "P":
@@ -254,7 +260,12 @@ def _module_ends(module: nn.Module, inputs: Any, output: Any) -> None:
             # A copy, such as an EMA, has the names of a wrapped model. Other models may differ.
             trained = {name for item in wrappers for name, _ in item.ddp.module.named_parameters()}
             items = [(name.replace("module.", ""), p) for name, p in module.named_parameters()]
-            batch.tested[id(module)] = {name: _sums(p) for name, p in items if name in trained}
+            tested = {name: _sums(p) for name, p in items if name in trained}
+            has_own = not any(item.ddp.broadcast_buffers for item in wrappers)
+            if has_own and not any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
+                buffers = module.named_buffers() if tested else ()
+                tested |= {f"buffer {name}": _sums(held) for name, held in buffers}
+            batch.tested[id(module)] = tested
 
 
 register_module_forward_pre_hook(_module_begins)

@@ -211,10 +211,11 @@ def by_ranks(report: Facts) -> Found:
     seen |= uses if has_ended else uses - {"training"}  # it has one epoch
     if events_of(report, "step") or not failed(report):
         seen.add("step")
+    lines = {event["line"] for event in report["events"] if not event.get("read")}
     for event in events_of(report, *TABLE):
         if event.get("drawn_by", "") not in loaders:
             continue  # the script has only looked at the data
-        if event.get("guessed") in seen:
+        if event.get("guessed") in seen or (event.get("read") and event["line"] in lines):
             continue  # what was read in the code has run, and said what it is
         if "same" not in event:
             yield event["kind"], event
@@ -381,11 +382,14 @@ def evaluation(report: Facts) -> Found:
     """Find evaluations of which each rank makes a share, and results that are not of the whole."""
     trained = {str(item[of] or 0) for item in _trainings(report) for of in ("content", "key")}
     yield from _alone(report)
+    yield from _tested_inputs(report)
     for items in _passes(report, "evaluation"):
         first = items[0]
         counts = [len(item["samples"]) for item in items]
         is_shared = len({str(sorted(item["samples"])) for item in items}) > 1
         combined = _combined(report, first)
+        if is_shared and combined:
+            yield from _other_models(items)
         if not all(item["complete"] for item in items):
             continue
         if not trained & {str(first["content"]), first["key"]}:
@@ -401,8 +405,11 @@ def evaluation(report: Facts) -> Found:
         if not is_shared or 0 in counts:
             continue
         facts = {**first, "counts": " + ".join(map(str, counts))}
+        if combined is not None and all(event["to_one"] for event in combined):
+            for event in events_of(report, "stops by a result"):
+                what = f"{event['what']}, which each rank knows of its own share"
+                yield "a rank stops alone", {**event, "what": what, "level": "WARN"}
         if combined:
-            yield from _other_models(items)
             if len(set(counts)) > 1 and _is_mean_of_means(report, items, counts):
                 yield "mean of means", facts
         elif combined is not None:
@@ -411,6 +418,30 @@ def evaluation(report: Facts) -> Found:
             facts["what"] = what.format_map(facts)
             facts["what"] += ": this line decides by a share" if deciding else ""
             yield "evaluates a share", {**facts, "line": [*deciding, first["line"]][0]}
+
+
+def _tested_inputs(report: Facts) -> Found:
+    """Find a share that each rank evaluates without a DataLoader, and that nothing combines."""
+    rounds = [list(_evaluations(report, rank)) for rank in range(report["world"])]
+    for parts in zip(*rounds, strict=False):
+        inputs = [{str(e["digests"]) for e in part if "digests" in e} for part in parts]
+        is_combined = any(event["kind"] == "combined" for part in parts for event in part)
+        if not is_combined and not set.intersection(*inputs):
+            what = "each rank evaluates its own inputs, and nothing combines the results"
+            yield "evaluates a share", {**parts[0][0], "what": what}
+            return
+
+
+def _evaluations(report: Facts, rank: int) -> Iterator[list[Facts]]:
+    """Yield what a rank told from each evaluation without a DataLoader on, until it trained."""
+    found: list[Facts] = []
+    for event in events_of(report, "tested input", "combined", "input", "step"):
+        kind = event["kind"] if event["rank"] == rank else ""
+        if kind == "tested input" or (found and kind == "combined"):
+            found.append(event)
+        elif found and kind in ("input", "step"):
+            yield found
+            found = []
 
 
 def _alone(report: Facts) -> Found:
@@ -444,7 +475,8 @@ def _other_models(items: list[Facts]) -> Found:
         for name in models[0]:
             sums = [model.get(name, models[0][name]) for model in models]
             if _differ(sums, 1e-6):
-                yield "evaluates other weights", {**items[0], "name": name}
+                level = "WARN" if name.startswith("buffer") else "WRONG"
+                yield "evaluates other weights", {**items[0], "name": name, "level": level}
                 break
 
 

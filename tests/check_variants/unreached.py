@@ -1,7 +1,9 @@
 """What a short run does not reach: a resume, a rare stop, an evaluation."""
 
 import os
+import sys
 import time
+from urllib.request import urlretrieve
 
 import torch
 import torch.distributed as dist
@@ -26,14 +28,20 @@ patience = 0
 if os.path.exists("last.pt"):
     model.load_state_dict(torch.load("last.pt", map_location="cpu"))  # finds: other names
     ema.module.load_state_dict(torch.load("old.pt"))  # finds: loads onto one GPU
-images = Images(600)
-sampler = DistributedSampler(images)
-test_sampler = DistributedSampler(images)  # finds: evaluates a share
-for step, _ in enumerate(DataLoader(images, 10, sampler=sampler)):
+    urlretrieve("https://nowhere.example/data.zip", "data.zip")  # finds: every rank downloads
+train_set, batch_size = Images(600), 10
+sampler = DistributedSampler(train_set)
+test_sampler = DistributedSampler(train_set)  # finds: evaluates a share
+total_steps = 2 * len(train_set) // batch_size  # finds: steps of all ranks
+for step, _ in enumerate(DataLoader(train_set, batch_size, sampler=sampler)):
+    if verbose and step > 1000:
+        continue  # finds: a rank stops alone
     loss = loss_of(model, rank, step)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+    if loss.isnan():
+        sys.exit(1)  # finds: a rank stops alone
     if loss.item() > 1000:
         break  # finds: a rank stops alone
     if verbose:
