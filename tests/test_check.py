@@ -17,6 +17,7 @@ CHECK = ROOT / "scripts/check"
 VARIANTS = ROOT / "tests/check_variants"
 sys.path.insert(0, str(CHECK))
 import project  # noqa: E402
+import reading  # noqa: E402
 import verdict  # noqa: E402
 
 needs_torchvision = pytest.mark.skipif(not find_spec("torchvision"), reason="needs torchvision")
@@ -79,7 +80,8 @@ def test_mistakes_are_found_on_their_lines_and_nothing_else_is(tmp_path, script,
     assert seen == expected(script), found
     for item in found["findings"]:
         level = verdict.TABLE[item["kind"]].level
-        assert item["level"] == "WARN" if script == "unreached.py" and level == "WRONG" else level
+        is_read = script in ("unreached.py", "wrong_results.py")
+        assert item["level"] == ("WARN" if is_read and level == "WRONG" else level), item
     is_wrong = any(item["level"] == "WRONG" for item in found["findings"])
     assert found["status"] == is_wrong
     text = str(found)
@@ -135,6 +137,52 @@ def test_each_finding_is_shown_by_a_variant_and_names_a_lesson_that_exists():
     assert shown == set(verdict.TABLE)
     for row in verdict.TABLE.values():
         assert not row.lesson or (ROOT / f"scripts/lessons/{row.lesson}.py").exists(), row.lesson
+
+
+LOOP = """
+for images in loader:
+    optimizer.zero_grad()
+    loss_value = loss.item()
+    {}
+    loss.backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        (LOOP.format("if isnan(loss_value): sys.exit(1)"), {"a rank stops alone"}),
+        (LOOP.format("if isnan(loss_value): continue"), {"leaves a batch out"}),
+        (LOOP.format("dist.all_reduce(loss_value)\n    if isnan(loss_value): break"), set()),
+        (
+            LOOP.format("mean = reduced(loss_value)\n    if isnan(loss_value): break"),
+            {"a rank stops alone"},
+        ),
+        (LOOP.format("if rank == 0: continue"), {"a rank stops alone"}),
+        (LOOP.format("pass") + "    if rank != 0: continue\n", set()),
+        (LOOP.format("loss = loss / world_size"), {"loss divided by the ranks"}),
+        (LOOP.format("shown = loss / world_size"), set()),
+        (LOOP.format("part = part / world_size\n    loss = loss + part"), set()),
+        (
+            LOOP.format("a_loss /= world_size\n    loss = loss + a_loss"),
+            {"loss divided by the ranks"},
+        ),
+        ("kind = DistributedSampler if many else RandomSampler", {"no set_epoch"}),
+        ("if rank == 0: model.load_state_dict(torch.load(path))", set()),
+        ("if rank != 0: model.load_state_dict(torch.load(path))", {"loads onto one GPU"}),
+        ("MNIST(download=True)", {"every rank downloads"}),
+        ("if rank != 0: barrier()\nMNIST(download=True)", set()),
+        (
+            "DistributedSampler(x, shuffle=False)\nsteps = len(train_set) // batch_size",
+            {"steps of all ranks"},
+        ),
+        ("DistributedSampler(x, shuffle=False)\nsteps = len(loader) // batch_size", set()),
+        ("steps = len(train_set) // batch_size", set()),
+    ],
+)
+def test_what_a_run_does_not_reach_is_read_in_the_code(tmp_path, text, kinds):
+    (tmp_path / "own.py").write_text(text)
+    assert {event["kind"] for event in reading.read(tmp_path, ["own.py"])} == kinds
 
 
 @pytest.mark.parametrize(

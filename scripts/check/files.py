@@ -142,7 +142,7 @@ def open_file(real: Any, file: Any, mode: str = "r", *args: Any, **keywords: Any
 
 
 def _append(real: Any, name: str, text: Any) -> int:
-    record.tell("every rank logs", same=name, name=name)
+    record.tell("every rank logs", level="NOTE", same=name, name=name)
     return real(text)
 
 
@@ -150,7 +150,8 @@ def _append(real: Any, name: str, text: Any) -> int:
 def emit(real: Any, self: Any, entry: Any) -> None:
     if next(record.frames(), ""):
         name = name_of(self.baseFilename)
-        record.tell("every rank logs", same=name, name=name)
+        level = "NOTE" if self.mode == "a" else "WARN"
+        record.tell("every rank logs", level=level, same=name, name=name)
     real(self, entry)
 
 

@@ -40,7 +40,7 @@ at_batch: dict[str, int] = {}  # torch's random state when the script got its la
 latest: list["Pass"] = []  # the passes whose batches the last forward saw
 _open: list["Pass"] = []
 _contents: dict[int, tuple[Any, list[int]]] = {}  # a data set and its content, by its id
-_lengths: defaultdict[str, dict[int, int]] = defaultdict(dict)  # by the lines of their loaders
+_sets: defaultdict[str, dict[Any, int]] = defaultdict(dict)  # by the lines of their loaders
 seeds: dict[str, tuple[str, Any]] = {}  # the line that seeded each generator last, and the seed
 imported: set[str] = set()  # generators that an import seeds, as in each process that is spawned
 _counts: Counter[str] = Counter()  # number of passes, by the key of the loader
@@ -138,20 +138,28 @@ def tell_draws(where: str, before: dict[str, int], key: str = "", worker: Any = 
                 record.tell("equal random numbers", same=(where, key, name, "seed", own), **facts)
 
 
+@contextlib.contextmanager
+def as_worker(loader: Any, base_seed: int) -> Iterator[None]:
+    """Let the script see itself in the only worker of a loader."""
+    facts = {"id": 0, "num_workers": 1, "seed": base_seed, "dataset": loader.dataset}
+    workers._worker_info = workers.WorkerInfo(**facts)
+    try:
+        yield
+    finally:
+        workers._worker_info = None
+
+
 def in_worker(loader: Any, base_seed: int) -> tuple[dict[str, int], dict[str, Any]]:
     """Return the states and the seeds of the generators in a loader's first worker."""
     kept, init = dict(seeds), loader._worker_init or int
     seeds.clear()
     if "torch" in kept:  # which gives workers their seeds
         seeds.update(dict.fromkeys(GENERATORS, kept["torch"]))
-    with randomness_kept():
+    with randomness_kept(), as_worker(loader, base_seed):
         for seed in SEED:
             seed(base_seed % 2**32)
-        facts = {"id": 0, "num_workers": 1, "seed": base_seed, "dataset": loader.dataset}
-        workers._worker_info = workers.WorkerInfo(**facts)
         with contextlib.suppress(Exception):  # it may need more of a worker
             init(0)
-        workers._worker_info = None
         found = marks(), dict(seeds)
     seeds.clear()
     seeds.update(kept)
@@ -179,7 +187,7 @@ def content(dataset: Any) -> list[int]:
                 for part in range(COMPARED):
                     index = part * (len(dataset) - 1) // (COMPARED - 1)
                     for seed in SEED:
-                        seed(index)
+                        seed(0)
                     look.append(digest(dataset[index]))
         _contents[id(dataset)] = dataset, looks[0] if looks[0] == looks[1] else []
     return _contents[id(dataset)][1]
@@ -196,7 +204,13 @@ def origin(dataset: Any, index: int) -> tuple[Any, int]:
 def sample_mark(dataset: Any, index: int) -> tuple[int, int]:
     """Return what tells a sample from others: a mark of the whole set, and the index in it."""
     whole, at = origin(dataset, index)
-    return digest(content(whole)), at
+    return digest(content(whole) or _lists(whole)), at
+
+
+def _lists(dataset: Any) -> list[int]:
+    """Return checksums of the lists in a data set, such as paths, where its samples differ."""
+    lists = [held for held in getattr(dataset, "__dict__", {}).values() if type(held) is list]
+    return [digest(held) for held in lists if held and isinstance(held[0], str | dict | tuple)]
 
 
 class Pass:
@@ -213,7 +227,11 @@ class Pass:
         is_sized = hasattr(self.dataset, "__len__") and not self.is_stream
         self.length = len(self.dataset) if is_sized else 0
         self.content = content(self.dataset) if self.length else []
-        self.whole_length = len(origin(self.dataset, 0)[0]) if self.length else 0
+        if len(set(self.content)) == 1 < len(self.content):
+            self.length = 0  # it draws a sample, whatever the index is
+        whole = origin(self.dataset, 0)[0] if self.length else []
+        self.is_known = bool(self.length and (content(whole) or _lists(whole)))
+        self.whole_length = len(whole) if self.length else 0
         self.indices: list[int] = []
         self.samples: list[Any] = []
         self.batches = len(loader) if self.length else math.inf  # such loops may end by a count
@@ -242,7 +260,7 @@ class Pass:
             _counts[self.key] -= 1  # it has only looked at the model
             return
         self.complete = self.complete or self.reads >= self.batches
-        names = ["begun", "number", "complete", "length", "whole_length"]
+        names = ["begun", "number", "complete", "length", "whole_length", "is_known"]
         names += ["content", "indices", "samples"]
         facts = self.facts | {name: getattr(self, name) for name in names}
         facts["tested"] = list(self.tested.values())
@@ -315,13 +333,16 @@ def loader(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
             whole = len(dataset)
             share = _share(sampler, dataset)
     # A loader is known by its lines and, where a loop makes several, by its data set.
-    known = _lengths[" < ".join(lines)]
-    known.setdefault(whole, len(known))
-    key = f"{' < '.join(lines)} {known[whole]}"
+    known = _sets[" < ".join(lines)]
+    mark = (whole, digest(content(dataset)) if short else 0)
+    known.setdefault(mark, len(known))
+    key = f"{' < '.join(lines)} {known[mark]}"
     if size:
         bounded = min(size, state.samples // BATCHES)
         has_rest = not passed.get("drop_last")
         passed["batch_size"] = _batch_size(bounded, short) if has_rest else bounded
+        if passed["batch_size"] != size:
+            state.changed["batch"] = f"a loader's batch {size} to {passed['batch_size']}"
         share -= share % size if passed.get("drop_last") else 0
     self._facts = facts = {
         "key": key,
@@ -330,6 +351,7 @@ def loader(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
     }
     facts |= {"whole": whole, "used": share, "workers": passed.get("num_workers", 0)}
     self._worker_init = passed.get("worker_init_fn")
+    facts["sends_buffers"] = False
     facts["batches"] = -(-share // size) if size and whole else None
     real(**passed | {name: value for name, value in NO_WORKERS.items() if name in passed})
 
@@ -359,7 +381,10 @@ def batches(real: Any, self: Any) -> Iterator[Any]:
                 item.facts = facts | {"batches": item.reads - 1 if is_over else None}
                 break
             # Workers would draw from seeds of their own, which follow from the loader's one.
-            with randomness_kept() if facts["workers"] else contextlib.nullcontext():
+            with contextlib.ExitStack() as blocks:
+                if facts["workers"]:
+                    blocks.enter_context(randomness_kept())
+                    blocks.enter_context(as_worker(self, iterator._base_seed))
                 try:
                     batch = next(iterator)
                 except StopIteration:

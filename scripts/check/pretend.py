@@ -224,8 +224,11 @@ def tracker(name: str) -> Stub:
     module = Stub(__path__=[], __name__=name)
     module.config = Settings()
 
+    # The files of torch's TensorBoard have names of their own.
+    level = "NOTE" if name.startswith("torch.") else "WARN"
+
     def log(*args: Any, **keywords: Any) -> None:
-        record.tell("every rank logs", same=name, name=name)
+        record.tell("every rank logs", level=level, same=name, name=name)
 
     def open_one(log_dir: Any = "runs", *args: Any, **keywords: Any) -> Stub:
         module.config.update(keywords.get("config") or {})
@@ -244,6 +247,8 @@ def tracker(name: str) -> Stub:
 
         def __init__(self, *args: Any, **keywords: Any) -> None:
             self._opened = open_one(*args, **keywords)
+            if level == "WARN":  # it makes its file at once
+                log()
 
         def __getattr__(self, name: str) -> Any:
             return getattr(vars(self).get("_opened", Stub()), name)

@@ -1,6 +1,7 @@
 """Run a script as one rank, with stand-ins for what is not here."""
 
 import argparse
+import ast
 import contextlib
 import copy
 import faulthandler
@@ -30,11 +31,8 @@ import training
 from record import replaces, state
 
 FOREIGN = "deepspeed|horovod|colossalai"  # others are refused when they wrap a model
-MAKES = re.compile(
-    r"^ *if not .*(?:exists|isdir)\(.*\n?(?:.*\n)??"
-    r".*(?:os\.makedirs|\bmakedirs|\.mkdir)\((?!.*exist_ok)",
-    re.M,
-)
+LOOKS = re.compile(r"not \S*(exists|is_?dir)\((?!.*\b(and|or)\b)")
+MAKES = re.compile(r"(os\.makedirs|makedirs|.*\.mkdir)\((?!.*exist_ok)")
 _started: list[BaseProcess] = []  # processes that the script has started: each is a rank
 _makes_groups: list[str] = []  # files of the project that call init_process_group
 
@@ -153,10 +151,11 @@ def compiled(data: Any, path: str) -> types.CodeType:
     record.tell("code", path=os.path.relpath(path, state.root))
     if found := re.search(rf"^(?:import|from) ({FOREIGN})\b", text, re.M):
         record.leave("not judged", message=f"it uses {found[1]}, which is not judged")
-    for found in MAKES.finditer(text):
-        line = text.count("\n", 0, found.start()) + 1
-        files.looks.add(record.place(path, line))
-        files.makes.add(record.place(path, line + found[0].count("\n")))
+    for node in ast.walk(ast.parse(text, path)) if "def makedirs" not in text else ():
+        if isinstance(node, ast.If) and LOOKS.match(ast.unparse(node.test)):
+            made = [one.lineno for one in node.body if MAKES.match(ast.unparse(one))]
+            files.looks |= {record.place(path, node.lineno)} if made else set()
+            files.makes |= {record.place(path, line) for line in made}
     return compile(project.bounded_code(text), path, "exec", dont_inherit=True)
 
 

@@ -20,7 +20,8 @@ Found = Iterator[tuple[str, ast.AST, dict[str, Any]]]  # a kind, where, and the 
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 # A condition that holds on one rank, or on all but one.
 ON_A_RANK = (
-    r"(rank|gpu)[\w'\")(]*( % [\w.]+)? (==|!=|>) 0\b|rank[\w'\")(]* (not )?in [\[({]-?[01]\b"
+    r"(rank|gpu)[\w'\")(\[\]]*( % [\w.]+)? (==|!=|<|<=|>) 0\b"
+    r"|rank[\w'\")(]* (not )?in [\[({]-?[01]\b"
     r"|not [\w.]*rank\w*(\(\))?$|is_?(main|master|primary|root|chief|rank)|rank_?(zero|0)\b"
     r"|(main|master)_(process|proc|rank|node|gpu)"
 )
@@ -29,22 +30,21 @@ COLLECTIVE = re.compile(
     r"(torch\.)?(dist|distributed|c10d)\."
     r"((monitored_)?barrier|all_\w+|broadcast\w*|reduce\w*|gather\w*|scatter\w*)"
 )
+BY_RANKS = re.compile(r" /=? [\w.()]*(world|gpus|procs|ranks)", re.I)
+OF_A_SHARE = re.compile(r"[\w.]*(loss|acc|score)\w* [<>]=? [\w.]*best")
+ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 EXITS = re.compile(r"(sys\.|os\._)?exit")
-TRAINS = re.compile(r"backward\(|\b_?train\w*\(|\.step\(")
+TRAINS = re.compile(r"backward\(|\b_?train\w*\(|\.step\(|scaler\(|zero_grad\(")
 OWN_LOSS = re.compile(r"nan\b|finite|isinf|loss[\w.()]* [<>]|[<>]=? [\w.]*loss", re.I)
-OF_EVALUATION = re.compile("val|test|eval|dev|best", re.I)
+OF_EVALUATION = re.compile("val(?!ue)|test|eval|dev(?!ice)|best", re.I)
 # Words of a value on which ranks agree. But dist.reduce() gives it to one rank alone.
 AGREES = r"((?<!dist\.)(?<!distributed\.)reduc|gather|broadcast|sync)"
 DECIDES = re.compile("patience|early_?stop|best|plateau", re.I)
-DIVIDES = re.compile(  # a loss by the number of ranks, before its backward
-    r"^ *(\w*loss\w*) *(?:/=|=.*/) *[\w.]*(?:world|gpus|nprocs|ranks).*\n(?:.*\n){0,4}?"
-    r".*\b\1\b.*backward\(",
-    re.M,
-)
 LOADS_MODEL = re.compile(r"state_dict|(self\.|model|net|checkpoint|ckpt)\w* = torch\.load\(")
 WRAPPER = re.compile(r"\b(DistributedDataParallel|DDP)\(")
-FIRST = re.compile(r"if .*rank.*:\s+.*barrier\(|_first\b")  # lets one rank come before others
-DOWNLOADS = re.compile(r"(.*\.)?urlretrieve|(gdown|wget|nltk)\.download\w*")
+# What lets one rank come before the others.
+FIRST = re.compile(r"if .*rank.*:\s+.*barrier\(|(main|process|rank|zero)_first")
+DOWNLOADS = re.compile(r"(.*\.)?url(retrieve|open)|(gdown|wget|nltk)\.download\w*")
 # A number of steps, from the length of a whole data set and the size of a batch.
 STEPS = re.compile(r"\blen\([^()]*(data|set|sampler)\) //? [\w.\['\"]*(batch|bs)[\w'\"\]]*", re.I)
 SCHEDULES = re.compile("step|iter|optim|sched", re.I)
@@ -132,34 +132,45 @@ def collectives(code: Code) -> Found:
                 yield "other collectives", call, {"what": what, "level": "WARN"}
 
 
+def choices(code: Code) -> Found:
+    """Find where a result decides, as on the best checkpoint or on an end of the training."""
+    for node, above in _nodes(code.tree):
+        is_order = isinstance(node, ast.Compare) and isinstance(node.ops[0], ORDERS)
+        test = ast.unparse(node) if is_order else ""
+        if DECIDES.search(test):
+            yield "decides", node, {}
+            is_saved = OF_A_SHARE.match(test) and "save" in ast.unparse(above[0])
+            if is_saved and not _is_agreed(_names(test), code.text):
+                yield "chooses by a share", node, {"what": test, "guessed": "evaluation"}
+
+
 def stops(code: Code) -> Found:
     """Find where a rank leaves the training, or a batch, by what it alone knows."""
     for node, above in _nodes(code.tree):
-        if isinstance(node, ast.If) and DECIDES.search(ast.unparse(node.test)):
-            yield "decides", node, {}
         is_exit = isinstance(node, ast.Call) and EXITS.fullmatch(ast.unparse(node.func))
-        if not is_exit and not isinstance(node, ast.Break | ast.Return | ast.Continue):
+        if not is_exit and not isinstance(node, ast.Break | ast.Return | ast.Continue | ast.Raise):
             continue
         loops = [(at, one) for at, one in enumerate(above) if isinstance(one, ast.For | ast.While)]
-        if not loops or not TRAINS.search(ast.unparse(loops[-1][1])):
-            continue
-        at, loop = loops[-1]
-        skips = isinstance(node, ast.Continue)
-        line = getattr(node, "lineno", 0)
-        trains_later = any(
-            TRAINS.search(ast.unparse(one)) for one in loop.body if one.lineno > line
-        )
-        for test, _ in _conditions(node, above[at:]):
+        at, body = (loops[-1][0], loops[-1][1].body) if loops else (0, [])
+        trains = [one.lineno for one in body if TRAINS.search(ast.unparse(one))]
+        goes_on = isinstance(node, ast.Continue)
+        for test, _ in _conditions(node, above[at:]) if trains else ():
             names = _names(test)
             is_agreed = _is_agreed(names, code.text)
             is_own = OWN_LOSS.search(test) and not OF_EVALUATION.search(test) and not is_agreed
             is_alone = code.on_a_rank.search(test) or _is_set_alone(names, code, above[0])
-            if skips and is_own:
+            leaves = not isinstance(node, ast.Raise)
+            if goes_on:  # it leaves out what the loop trains after it
+                leaves = trains[-1] > getattr(node, "lineno", 0)
+            if is_own and goes_on:
                 yield "leaves a batch out", node, {}
-            elif (is_own or is_alone) and (trains_later or not skips):
-                what = f"a rank leaves the training by itself, if {test}"
-                yield "a rank stops alone", node, {"what": what, "level": "WARN"}
-            elif DECIDES.search(test) and not is_agreed and not skips:
+            elif is_own or (is_alone and leaves):
+                ends = is_exit or isinstance(node, ast.Raise)
+                what = f"a rank leaves the training by itself, if {test}: the others wait "
+                what += "until a launcher ends them" if ends else "for ever"
+                facts = {"what": what, "level": "NOTE" if ends else "WARN"}
+                yield "a rank stops alone", node, facts
+            elif DECIDES.search(test) and not is_agreed and leaves and not goes_on:
                 yield "stops by a result", node, {"what": f"the loop ends if {test}"}
 
 
@@ -169,9 +180,9 @@ def _names(test: str) -> set[str]:
 
 
 def _is_agreed(names: set[str], text: str) -> bool:
-    """Whether a variable was combined from all ranks."""
-    ways = rf"\b{{0}}\b.*=.*{AGREES}|{AGREES}\w*\(.*\b{{0}}\b"
-    return any(re.search(ways.format(name), text) for name in names)
+    """Whether a variable was combined from all ranks: it was assigned so, or combined in place."""
+    ways = rf"\b{{0}}\b.*=.*{AGREES}|^[^=\n]*{AGREES}\w*\([^=\n]*\b{{0}}\b"
+    return any(re.search(ways.format(name), text, re.M) for name in names)
 
 
 def _is_set_alone(names: set[str], code: Code, scope: ast.AST) -> bool:
@@ -189,16 +200,36 @@ def _is_set_alone(names: set[str], code: Code, scope: ast.AST) -> bool:
 
 
 def divisions(code: Code) -> Found:
-    for found in DIVIDES.finditer(code.text):
-        node = ast.Pass(lineno=code.text.count("\n", 0, found.start()) + 1)
-        yield "loss divided by the ranks", node, {}
+    """Find losses that are divided by the number of ranks, and go into a backward then."""
+    flows = defaultdict[ast.AST, set[str]](set)  # variables of which the loss is made, by function
+    nodes = list(_nodes(code.tree))
+    for node, above in reversed(nodes):
+        call = ast.unparse(node) if isinstance(node, ast.Call) else ""
+        if found := re.fullmatch(r"(.*\()?(\w*loss\w*)\)?\.backward\(.*\)", call):
+            flows[above[0]].add(found[2])
+        if not isinstance(node, ast.Assign | ast.AugAssign):
+            continue
+        target = node.target if isinstance(node, ast.AugAssign) else node.targets[0]
+        if ast.unparse(target) in flows[above[0]]:
+            flows[above[0]] |= set(re.findall(r"\w*loss\w*", ast.unparse(node.value)))
+            if BY_RANKS.search(ast.unparse(node)):
+                yield "loss divided by the ranks", node, {}
+
+
+def _is_of_rank_0(node: ast.AST, above: Above, code: Code) -> bool:
+    tests = [(t, no) for t, no in _conditions(node, above) if code.on_a_rank.search(t)]
+    return any(bool(OF_OTHERS.search(test)) == is_else for test, is_else in tests)
 
 
 def loads(code: Code) -> Found:
     """Find calls of torch.load that do not say where the tensors go, as no other does."""
     if not LOADS_MODEL.search(code.text):
         return
-    calls = [call for call, name, _ in _calls(code.tree) if name == "torch.load" and call.args]
+    calls = [
+        call
+        for call, name, above in _calls(code.tree)
+        if name == "torch.load" and call.args and not _is_of_rank_0(call, above, code)
+    ]
     mapped = [call for call in calls if len(call.args) > 1 or "map_location" in ast.unparse(call)]
     placed = {ast.unparse(call.args[0]) for call in mapped}
     for call in calls:
@@ -254,10 +285,12 @@ def samplers(code: Code) -> Found:
 def downloads(code: Code) -> Found:
     """Find downloads of all ranks at once, into one folder. A run that makes them says so."""
     for call, name, above in _calls(code.tree):
-        is_alone = any(code.on_a_rank.search(test) for test, _ in _conditions(call, above))
-        asks = "download=True" in map(ast.unparse, call.keywords) or DOWNLOADS.fullmatch(name)
-        if asks and not is_alone and not FIRST.search(code.whole):
-            yield "every rank downloads", call, {"ranks": "0 and 1", "name": name, "read": True}
+        asks = "download=True" in map(ast.unparse, call.keywords)
+        if not asks and not DOWNLOADS.fullmatch(name):
+            continue
+        if not _is_of_rank_0(call, above, code) and not FIRST.search(code.whole):
+            facts = {"ranks": "0 and 1", "name": name, "level": "WARN" if asks else "NOTE"}
+            yield "every rank downloads", call, facts | {"read": True}
 
 
 def schedules(code: Code) -> Found:
@@ -281,4 +314,15 @@ def seeds(code: Code) -> Found:
             yield "equal random numbers", call, facts | {"guessed": "step"}
 
 
-RULES = (collectives, stops, divisions, loads, saves, samplers, downloads, schedules, seeds)
+RULES = (
+    collectives,
+    choices,
+    stops,
+    divisions,
+    loads,
+    saves,
+    samplers,
+    downloads,
+    schedules,
+    seeds,
+)

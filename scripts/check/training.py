@@ -261,11 +261,11 @@ def _module_ends(module: nn.Module, inputs: Any, output: Any) -> None:
             trained = {name for item in wrappers for name, _ in item.ddp.module.named_parameters()}
             items = [(name.replace("module.", ""), p) for name, p in module.named_parameters()]
             tested = {name: _sums(p) for name, p in items if name in trained}
-            has_own = not any(item.ddp.broadcast_buffers for item in wrappers)
-            if has_own and not any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
-                buffers = module.named_buffers() if tested else ()
+            buffers = module.named_buffers() if tested else ()
+            if not any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
                 tested |= {f"buffer {name}": _sums(held) for name, held in buffers}
             batch.tested[id(module)] = tested
+            batch.facts["sends_buffers"] = any(item.ddp.broadcast_buffers for item in wrappers)
 
 
 register_module_forward_pre_hook(_module_begins)
@@ -303,14 +303,17 @@ def _sums(tensor: Any) -> Sums:
 
 def _name_all() -> None:
     """Name parameters by the variables in which the script holds their models."""
-    for frame in reversed(list(record.calls())):
+    found = dict[int, str]()
+    for frame in record.calls():
         held = {**frame.f_globals, **frame.f_locals}
         held |= getattr(held.get("self"), "__dict__", {})
         for variable, model in held.items():
             if isinstance(model, nn.Module):
                 root = model.module if isinstance(model, DDP) else model
                 for name, p in root.named_parameters():
-                    names[id(p)] = f"{variable}.{name}"
+                    longer = found.get(id(p), f"{variable}.{name}")  # by a model around it
+                    found[id(p)] = min(longer, f"{variable}.{name}", key=len)
+    names.update(found)
 
 
 def _belongs(parameter: Tensor) -> str:

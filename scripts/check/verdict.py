@@ -198,7 +198,8 @@ def conflicts(report: Facts) -> Found:
     if waits and len(waits + gone) == len(ends):
         line = next(end["line"] for _, end in ends if end["how"] == "waited")
         kind = "a rank stops alone" if gone else "other collectives"
-        yield kind, {"line": line, "what": "; ".join(waits + gone)}
+        what = "; ".join(waits + gone)
+        yield kind, {"line": line, "what": f"{what}: the others wait for ever" if gone else what}
 
 
 def by_ranks(report: Facts) -> Found:
@@ -259,7 +260,9 @@ def divergence(report: Facts) -> Found:
             pairs = zip(steps, values, strict=True)
             together = [(s, v) for s, v in pairs if s["rank"] in v["ranks"] == ranks]
             kind, line, sums = _cause(together)
-            is_same = {value["name"] for _, value in together} == {name}
+            # An EMA on rank 0 gives other names. But a rank may hold a part of the model.
+            called = {value["name"] if value["log"] is None else "" for _, value in together}
+            is_same = len(called) == 1
             if not kind or not is_same or optimizer in done:
                 continue
             is_wrapped = bool(steps[0]["logs"])
@@ -340,6 +343,7 @@ def shares(report: Facts) -> Found:
         # Only where a permutation is shared out: no sampler that draws with replacement.
         drawn = [list(map(str, item["samples"])) for item in items]
         permuted = all(each and len(set(each)) == len(each) for each in drawn)
+        permuted = permuted and all(item["is_known"] for item in items)
         contents = [item["content"] for item in items]
         if not permuted or len({item["length"] for item in items}) > 1:
             continue
@@ -391,6 +395,9 @@ def evaluation(report: Facts) -> Found:
         if is_shared and combined:
             yield from _other_models(items)
         if not all(item["complete"] for item in items):
+            if is_shared and combined == [] and not any(item["complete"] for item in items):
+                what = "each rank evaluates batches of its own, and nothing combines the results"
+                yield "evaluates a share", {**first, "what": what, "level": "NOTE"}
             continue
         if not trained & {str(first["content"]), first["key"]}:
             yield from _left_out(items, is_shared)
@@ -407,7 +414,8 @@ def evaluation(report: Facts) -> Found:
         facts = {**first, "counts": " + ".join(map(str, counts))}
         if combined is not None and all(event["to_one"] for event in combined):
             for event in events_of(report, "stops by a result"):
-                what = f"{event['what']}, which each rank knows of its own share"
+                what = f"{event['what']}, which each rank knows of its own share: "
+                what += "the others wait for ever"
                 yield "a rank stops alone", {**event, "what": what, "level": "WARN"}
         if combined:
             if len(set(counts)) > 1 and _is_mean_of_means(report, items, counts):
@@ -475,7 +483,9 @@ def _other_models(items: list[Facts]) -> Found:
         for name in models[0]:
             sums = [model.get(name, models[0][name]) for model in models]
             if _differ(sums, 1e-6):
-                level = "WARN" if name.startswith("buffer") else "WRONG"
+                level = "WRONG"
+                if name.startswith("buffer"):  # DDP sends them before each forward in training
+                    level = "NOTE" if items[0]["sends_buffers"] else "WARN"
                 yield "evaluates other weights", {**items[0], "name": name, "level": level}
                 break
 

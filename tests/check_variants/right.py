@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
-from torch.utils.data import DataLoader, DistributedSampler, random_split
+from torch.utils.data import DataLoader, DistributedSampler, get_worker_info, random_split
 from torch.utils.tensorboard.writer import SummaryWriter
 
 total_batch_size = 524288  # a constant, from which others are computed
@@ -61,11 +61,22 @@ class Writer(SummaryWriter):
         super().add_scalar(*args)
 
 
+class Drawn(Images):
+    """Draws an image, whatever the index is, and each rank draws others."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        assert get_worker_info() is not None
+        return super().__getitem__(int(torch.randint(len(self), ())))
+
+
 shown = {}
 shown["losses"] = rank == 0
 if dist.is_initialized():
     dist.barrier()
 SummaryWriter("runs")  # which rank 0 alone writes to
+if not os.path.exists("more"):  # noqa: SIM102
+    if rank == 0:
+        os.makedirs("more")
 if rank == 0:
     with Writer("runs") as writer:
         writer.add_scalar("loss", 1.0, 1)
@@ -146,6 +157,11 @@ for epoch in range(args.epochs):
     with torch.no_grad():
         for images, _ in whole_loader:
             raw_model(images.cuda())
+model.train()
+for images, labels in DataLoader(Drawn(200), 8, num_workers=1):
+    F.cross_entropy(model(images.cuda()), labels.cuda()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 mean = torch.tensor([float(rank)]).cuda()
 dist.all_reduce(mean, op=dist.ReduceOp.AVG)
 assert mean.item() == 0.5

@@ -1,9 +1,7 @@
 """What a short run does not reach: a resume, a rare stop, an evaluation."""
 
 import os
-import sys
 import time
-from urllib.request import urlretrieve
 
 import torch
 import torch.distributed as dist
@@ -25,10 +23,13 @@ model = DistributedDataParallel(network().cuda())
 ema = DistributedDataParallel(network().cuda())
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 patience = 0
+total_loss, best_loss = 0.0, float("inf")
 if os.path.exists("last.pt"):
     model.load_state_dict(torch.load("last.pt", map_location="cpu"))  # finds: other names
     ema.module.load_state_dict(torch.load("old.pt"))  # finds: loads onto one GPU
-    urlretrieve("https://nowhere.example/data.zip", "data.zip")  # finds: every rank downloads
+    from torchvision.datasets import MNIST
+
+    MNIST("data", download=True)  # finds: every rank downloads
 train_set, batch_size = Images(600), 10
 sampler = DistributedSampler(train_set)
 test_sampler = DistributedSampler(train_set)  # finds: evaluates a share
@@ -40,10 +41,9 @@ for step, _ in enumerate(DataLoader(train_set, batch_size, sampler=sampler)):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    if loss.isnan():
-        sys.exit(1)  # finds: a rank stops alone
     if loss.item() > 1000:
         break  # finds: a rank stops alone
+    total_loss += loss.item()
     if verbose:
         patience = step
     if patience > 1000:
@@ -53,7 +53,7 @@ for step, _ in enumerate(DataLoader(train_set, batch_size, sampler=sampler)):
 dist.broadcast_object_list([rank])
 torch.cuda.set_device(0)
 dist.broadcast_object_list([rank])  # finds: objects over one GPU
-if verbose:
+if verbose and total_loss < best_loss:  # finds: chooses by a share
     torch.save(model.module.state_dict(), "last.pt")
     torch.save(ema.state_dict(), "ema.pt")  # finds: names of the wrapper
 else:

@@ -34,6 +34,7 @@ optimizer.step()
 
 model = wrapped(network())
 optimizer = sgd(model)
+average = nn.ModuleDict({"of": model.module}) if rank == 0 else None  # gives other names
 with model.no_sync():
     loss = F.cross_entropy(model(images), labels)  # finds: no_sync at the step
 loss.backward()
