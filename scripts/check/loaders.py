@@ -85,6 +85,21 @@ data.Dataset.__init_subclass__ = classmethod(_subclasses)  # type: ignore[assign
 _shorten(data.Dataset)
 
 
+class Held(data.Dataset[Any]):
+    """A list, or a data set of another package, with a short length."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+
+@replaces(data.DistributedSampler, name="__init__")
+def shared(real: Any, self: Any, dataset: Any, *args: Any, **keywords: Any) -> None:
+    real(self, dataset if isinstance(dataset, data.Dataset) else Held(dataset), *args, **keywords)
+
+
 def digest(value: Any) -> int:
     """Return a checksum of what data sets return. It is 0 for an unknown type."""
     if isinstance(value, Tensor):
@@ -274,7 +289,7 @@ class Pass:
             return
         former, order = _former.get(self.key), self.indices
         _former[self.key] = self
-        if former and len(order) > 3 and former.indices == order:
+        if former and len(order) > 3 and former.indices[: len(order)] == order:
             facts["what"] = f"epoch {facts['epoch']} had the order of the one before: "
             facts["what"] += "set_epoch was not called, or too late"
             is_sorted = order == sorted(order) and len(order) > 5  # and not by chance

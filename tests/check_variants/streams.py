@@ -1,4 +1,4 @@
-"""The ranks read streams of unequal lengths."""
+"""The ranks read streams of unequal lengths, and a list again and again."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from common import Images, network, start
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 rank, world_size = start()
 
@@ -24,3 +24,19 @@ for _ in range(2):
         optimizer.zero_grad()
         F.cross_entropy(model(images.cuda()), labels.cuda()).backward()
         optimizer.step()
+
+rows = list(map(Images(400).__getitem__, range(400)))
+loader = DataLoader(rows, 8, sampler=DistributedSampler(rows))  # finds: no set_epoch
+
+
+def cycled() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    while True:
+        yield from loader
+
+
+batches = cycled()
+for _ in range(7):
+    optimizer.zero_grad()
+    images, labels = next(batches)
+    F.cross_entropy(model(images.cuda()), labels.cuda()).backward()
+    optimizer.step()
