@@ -37,7 +37,7 @@ MOST_VALUES = 64  # of a result of an evaluation
 SHOWN = 40  # steps of an optimizer that are compared
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 DIVISIONS = ("div", "div_", "__truediv__", "__itruediv__")
-COPIES = ("__getitem__", "clone", "detach", "cpu", "to", "float", "double", "squeeze")
+COPIES = ("__getitem__", "clone", "detach", "cpu", "to", "float", "double", "squeeze", "cat", "sum")
 WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
@@ -48,6 +48,7 @@ names: dict[int, str] = {}  # of parameters, by their id
 owners: dict[int, "Watched"] = {}  # the wrapper that averages a parameter, by its id
 _storages: dict[int, "Watched"] = {}  # the same, by the address of its values
 _totals: dict[int, tuple[Any, int]] = {}  # a tensor that was combined, and when, by its id
+_gathers: set[int] = set()  # when each rank got one number of each rank
 _counted = record.Nested()
 _forwards = record.Nested()
 _backwards = record.Nested()  # checkpointing computes a part of the forward again in them
@@ -116,7 +117,11 @@ def _count(real: Any, *args: Any, **keywords: Any) -> Any:
     if name == "new_group":
         passed["backend"] = "gloo"
     with _counted:
-        return real(**passed)
+        result = real(**passed)
+    if isinstance(sent, Tensor) and sent.numel() == 1 and name == "all_gather":
+        _gathers.add(state.clock)
+        _totals.update({id(one): (one, state.clock) for one in passed["tensor_list"]})
+    return result
 
 
 for _name in filter(re.compile(f"{COLLECTIVES}|{BETWEEN_TWO}|new_group").fullmatch, dir(dist)):
@@ -142,11 +147,15 @@ class Number(float):
 def _observe(func: Any, args: Any, result: Any) -> Any:
     """Note a change of a wrapped parameter, and what becomes of a combined tensor."""
     name, first = getattr(func, "__name__", ""), args[0] if args else None
+    if isinstance(first, list | tuple) and first and isinstance(first[0], Tensor):
+        first = first[0]
     if not isinstance(first, Tensor):
         return result
     if id(first) in _totals:
         clock = _totals[id(first)][1]
-        if name in DIVISIONS:
+        if name == "mean" and clock in _gathers:
+            record.tell("divided", of=clock, by=[state.world])
+        elif name in DIVISIONS:
             record.tell("divided", of=clock, by=_numbers(args[1]))
         elif name in COPIES:
             _totals[id(result)] = result, clock

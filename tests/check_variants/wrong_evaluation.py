@@ -34,6 +34,7 @@ every_second = DataLoader(test_set, 32, sampler=part)  # finds: evaluates other 
 third = DataLoader(test_set, 32, sampler=part)  # finds: evaluates other weights
 means = DataLoader(test_set, 32, sampler=part)  # finds: mean of means
 batches = DataLoader(test_set, 32, sampler=part)  # finds: mean of means
+sent = DataLoader(test_set, 32, sampler=part)  # finds: mean of means
 pads = DataLoader(  # finds: padded evaluation
     test_set, batch_sampler=BatchSampler(Padded(len(test_set)), 32, False)
 )
@@ -85,6 +86,10 @@ for epoch in range(2):
     accuracy = (found[:, 0] / found[:, 1]).mean()
     dist.all_reduce(accuracy)
     print(accuracy.item() / world_size)
+    found = evaluated(raw_model, sent).sum(dim=0)
+    accuracies = [torch.zeros(1) for _ in range(world_size)]
+    dist.all_gather(accuracies, found[:1] / found[1:])
+    print(torch.cat(accuracies).mean())
     if rank == 0:
         torch.save({"accuracy": accuracy.item(), "count": [0] * sums[1].item()}, "last.pt")
         torch.load("last.pt", weights_only=True)
