@@ -40,7 +40,8 @@ at_batch: dict[str, int] = {}  # torch's random state when the script got its la
 latest: list["Pass"] = []  # the passes whose batches the last forward saw
 _open: list["Pass"] = []
 _contents: dict[int, tuple[Any, list[int]]] = {}  # a data set and its content, by its id
-_sets: defaultdict[str, dict[Any, int]] = defaultdict(dict)  # by the lines of their loaders
+_known: defaultdict[str, dict[Any, int]] = defaultdict(dict)  # numbers of loaders, by lines
+_unused: Counter[str] = Counter()  # loaders made since one of these lines was read, by lines
 seeds: dict[str, tuple[str, Any]] = {}  # the line that seeded each generator last, and the seed
 imported: set[str] = set()  # generators that an import seeds, as in each process that is spawned
 _counts: Counter[str] = Counter()  # number of passes, by the key of the loader
@@ -347,11 +348,12 @@ def loader(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
         with whole_lengths:
             whole = len(dataset)
             share = _share(sampler, dataset)
-    # A loader is known by its lines and, where a loop makes several, by its data set.
-    known = _sets[" < ".join(lines)]
-    mark = (whole, digest(content(dataset)) if short else 0)
+    # A loader is known by its lines and, where a loop makes several, by its data set or turn.
+    made_at = " < ".join(lines)
+    known, mark = _known[made_at], (whole, _unused[made_at])
     known.setdefault(mark, len(known))
-    key = f"{' < '.join(lines)} {known[mark]}"
+    _unused[made_at] += 1
+    key = f"{made_at} {known[mark]}"
     if size:
         bounded = min(size, state.samples // BATCHES)
         has_rest = not passed.get("drop_last")
@@ -361,6 +363,7 @@ def loader(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
         share -= share % size if passed.get("drop_last") else 0
     self._facts = facts = {
         "key": key,
+        "made_at": made_at,
         "line": lines[0] if lines else "",
         "size": size or state.samples // BATCHES,
     }
@@ -383,6 +386,7 @@ def next_index(real: Any, self: Any) -> Any:
 def batches(real: Any, self: Any) -> Iterator[Any]:
     """Yield the batches of a loader, and note what was drawn."""
     iterator, item = real(self), Pass(self)
+    _unused[item.facts["made_at"]] = 0
     iterator._pass, facts = item, item.facts
     worker = in_worker(self, iterator._base_seed) if facts["workers"] else None
     _open.append(item)
