@@ -356,7 +356,7 @@ def loader(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
     key = f"{made_at} {known[mark]}"
     if size:
         bounded = min(size, state.samples // BATCHES)
-        has_rest = not passed.get("drop_last")
+        has_rest = not passed.get("drop_last") and share % size != 1
         passed["batch_size"] = _batch_size(bounded, short) if has_rest else bounded
         if passed["batch_size"] != size:
             state.changed["batch"] = f"a loader's batch {size} to {passed['batch_size']}"
