@@ -95,7 +95,7 @@ class Devices(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         is_first = func in (Tensor.to, Tensor.cuda) and len(args) > 1
         device = args[1] if is_first else kwargs.get("device")
-        if func in (Tensor.cuda, Tensor.pin_memory, Tensor.record_stream):
+        if func in (Tensor.cuda, Tensor.pin_memory):
             use(device)
             return args[0]
         if func is Tensor.get_device:
@@ -201,6 +201,7 @@ for _owner in (torch.cuda, torch.accelerator):
     for _name, _value in list(vars(_owner).items()):
         if _name in CALLS or (inspect.isfunction(_value) and _name[0] != "_"):
             setattr(_owner, _name, CALLS.get(_name, Stub(return_value=0)))
+Tensor.record_stream = Stub()  # type: ignore[assignment, method-assign]
 torch.Generator = Generator  # type: ignore[misc]
 torch.set_default_device = torch.set_default_tensor_type = Stub()
 Devices().__enter__()

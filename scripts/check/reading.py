@@ -31,7 +31,8 @@ COLLECTIVE = re.compile(
     r"((monitored_)?barrier|all_\w+|broadcast\w*|reduce\w*|gather\w*|scatter\w*)"
 )
 BY_RANKS = re.compile(r" /=? [\w.()]*(world|gpus|procs|ranks)", re.I)
-OF_A_SHARE = re.compile(r"[\w.]*(loss|acc|score)\w* [<>]=? [\w.]*best")
+OF_A_SHARE = re.compile(r"[\w.]*(loss|acc|score)\w* [<>]=? [A-Za-z_]")
+STEPS_BY = re.compile(r"^[\w.]*sched\w*\.step\((\w*(?:loss|acc|score)\w*)\)$")
 ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 EXITS = re.compile(r"(sys\.|os\._)?exit")
 TRAINS = re.compile(r"backward\(|\b_?train\w*\(|\.step\(|scaler\(|zero_grad\(")
@@ -41,14 +42,19 @@ OF_EVALUATION = re.compile("val(?!ue)|test|eval|dev(?!ice)|best", re.I)
 AGREES = r"((?<!dist\.)(?<!distributed\.)reduc|gather|broadcast|sync)"
 DECIDES = re.compile("patience|early_?stop|best|plateau", re.I)
 LOADS_MODEL = re.compile(r"state_dict|(self\.|model|net|checkpoint|ckpt)\w* = torch\.load\(")
+OF_A_TEST = re.compile("(?<!la)test|infer|predict|demo|(?<!ri)eval", re.I)
 WRAPPER = re.compile(r"\b(DistributedDataParallel|DDP)\(")
 # What lets one rank come before the others.
 FIRST = re.compile(r"if .*rank.*:\s+.*barrier\(|(main|process|rank|zero)_first")
-DOWNLOADS = re.compile(r"(.*\.)?url(retrieve|open)|(gdown|wget|nltk)\.download\w*")
+DOWNLOADS = re.compile(r"(.*\.)?url(retrieve|open)|requests\.get|(gdown|wget|nltk)\.download\w*")
 # A number of steps, from the length of a whole data set and the size of a batch.
 STEPS = re.compile(r"\blen\([^()]*(data|set|sampler)\) //? [\w.\['\"]*(batch|bs)[\w'\"\]]*", re.I)
 SCHEDULES = re.compile("step|iter|optim|sched", re.I)
-GLOBAL_BATCH = re.compile(r"batch_?size.*/.*(world|gpus|procs|ranks|replicas)", re.I)
+# A batch's size for a rank beside that of all ranks, and not in its place.
+GLOBAL_BATCH = re.compile(
+    r"^(?! *([\w.]+) = .*\b\1\b)(?!.*/=).*batch_?size.*/.*(world|gpus|procs|ranks|replicas)",
+    re.I | re.M,
+)
 DIVIDED = re.compile("world|gpus|procs|ranks|replicas", re.I)
 # What combines the results of ranks, in the script or in a package.
 COMBINES = re.compile(r"all_?reduce|_?gather|\breduce\(|reduce_|torchmetrics|synchronize_")
@@ -61,6 +67,7 @@ OWN_SEED = re.compile(r"seed\w*[ (+=].*(rank|local|gpu|process)|initial_seed|wor
 class Code:
     """A file of the project, and what has to be known of the others."""
 
+    name: str
     tree: ast.AST
     text: str
     whole: str  # the text of all files
@@ -77,11 +84,11 @@ def read(root: Path, names: list[str]) -> Iterator[dict[str, Any]]:
     flags = {flag for tree in trees.values() for flag in _flags(tree)}
     on_a_rank = re.compile("|".join([ON_A_RANK, *(rf"\b{flag}\b" for flag in sorted(flags))]), re.I)
     for name, tree in trees.items():
-        code = Code(tree, texts[name], "\n".join(texts.values()), on_a_rank)
+        code = Code(name, tree, texts[name], "\n".join(texts.values()), on_a_rank)
         for rule in RULES:
             for kind, node, facts in rule(code):
                 line = f"{name}:{getattr(node, 'lineno', 1)}"
-                yield {"kind": kind, "rank": 0, "clock": 0, "line": line} | facts
+                yield {"kind": kind, "rank": 0, "clock": -1, "line": line} | facts
 
 
 def _flags(tree: ast.AST) -> Iterator[str]:
@@ -139,9 +146,11 @@ def choices(code: Code) -> Found:
         test = ast.unparse(node) if is_order else ""
         if DECIDES.search(test):
             yield "decides", node, {}
-            is_saved = OF_A_SHARE.match(test) and "save" in ast.unparse(above[0])
-            if is_saved and not _is_agreed(_names(test), code.text):
-                yield "chooses by a share", node, {"what": test, "guessed": "evaluation"}
+        is_choice = OF_A_SHARE.match(test) and re.search("save|best", ast.unparse(above[-1]))
+        what = ast.unparse(node) if is_choice or isinstance(node, ast.Call) else ""
+        value = what if is_choice else "".join(STEPS_BY.findall(what))
+        if value and not _is_agreed(_names(value), code.text):
+            yield "chooses by a share", node, {"what": what, "guessed": "evaluation"}
 
 
 def stops(code: Code) -> Found:
@@ -222,20 +231,16 @@ def _is_of_rank_0(node: ast.AST, above: Above, code: Code) -> bool:
 
 
 def loads(code: Code) -> Found:
-    """Find calls of torch.load that do not say where the tensors go, as no other does."""
-    if not LOADS_MODEL.search(code.text):
-        return
-    calls = [
-        call
-        for call, name, above in _calls(code.tree)
-        if name == "torch.load" and call.args and not _is_of_rank_0(call, above, code)
-    ]
-    mapped = [call for call in calls if len(call.args) > 1 or "map_location" in ast.unparse(call)]
-    placed = {ast.unparse(call.args[0]) for call in mapped}
-    for call in calls:
-        path = ast.unparse(call.args[0])
-        if path not in placed and "rank" not in path:  # a rank may have a file of its own
-            yield "loads onto one GPU", call, {}
+    """Find calls of torch.load that do not say where the tensors go."""
+    for call, name, above in _calls(code.tree) if LOADS_MODEL.search(code.text) else ():
+        is_mapped = len(call.args) > 1 or "map_location" in ast.unparse(call)
+        if name != "torch.load" or is_mapped or not call.args:
+            continue
+        tests = "".join(test for test, _ in _conditions(call, above))
+        is_right = "cuda" in tests or _is_of_rank_0(call, above, code)
+        if not is_right and "rank" not in ast.unparse(call.args[0]):  # a file of the rank's own
+            where = f"{code.name} {getattr(above[0], 'name', '')}"
+            yield "loads onto one GPU", call, {"tests": bool(OF_A_TEST.search(where))}
 
 
 def saves(code: Code) -> Found:
@@ -286,7 +291,8 @@ def downloads(code: Code) -> Found:
     """Find downloads of all ranks at once, into one folder. A run that makes them says so."""
     for call, name, above in _calls(code.tree):
         asks = "download=True" in map(ast.unparse, call.keywords)
-        if not asks and not DOWNLOADS.fullmatch(name):
+        is_called = code.whole.count(f"{getattr(above[0], 'name', '')}(") != 1
+        if not asks and not (DOWNLOADS.fullmatch(name) and is_called):
             continue
         if not _is_of_rank_0(call, above, code) and not FIRST.search(code.whole):
             facts = {"ranks": "0 and 1", "name": name, "level": "WARN" if asks else "NOTE"}

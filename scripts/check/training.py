@@ -355,7 +355,7 @@ def _step_begins(optimizer: Any, args: Any, keywords: Any) -> None:
 
 def _step_ends(optimizer: Any, args: Any, keywords: Any) -> None:
     stepped = _stepping.pop()
-    if _stepping:  # an optimizer inside of an optimizer
+    if _stepping or not state.groups:  # an optimizer inside of another, or an example before DDP
         return
     values = [{**facts, "after": _sums(p)} for p, facts in stepped]
     _turns[optimizer] += 1

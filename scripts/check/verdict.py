@@ -85,7 +85,8 @@ class Verdict:
 def judge(report: Facts) -> Verdict:
     """Return the verdict on what the ranks of a run told."""
     found = []
-    by_kind = dict[str, Finding]()
+    firsts = dict[tuple[str, str], Finding]()
+    seen = set[tuple[str, str]]()
     is_ddp = events_of(report, "asks for a group", "group", "device by global rank")
     runs = (report, *report["earlier"])
     for compare, told in product(COMPARISONS, runs) if is_ddp else ():
@@ -94,19 +95,21 @@ def judge(report: Facts) -> Verdict:
             level, what = facts.get("level", row.level), row.what.format_map(facts)
             found.append(replace(row, level=level, what=what, line=facts["line"]))
     for finding in sorted(found, key=lambda finding: LEVELS.index(finding.level)):
-        first = by_kind.setdefault(finding.kind, finding)
-        if finding.line not in (first.line, *first.also) and finding.level == first.level:
-            by_kind[finding.kind] = replace(first, also=(*first.also, finding.line))
-    for row in TABLE.values():
-        if row.kind in by_kind:
-            by_kind.pop(row.hides, None)
-    if "equal ranks" in by_kind:  # all that follows is mixed up
-        by_kind = {"equal ranks": by_kind["equal ranks"]}
-    could_not = _could_not(report, set(by_kind))
+        if (finding.kind, finding.line) in seen:  # with a higher level, or the same
+            continue
+        seen.add((finding.kind, finding.line))
+        first = firsts.setdefault((finding.kind, finding.level), finding)
+        if first is not finding:
+            firsts[finding.kind, finding.level] = replace(first, also=(*first.also, finding.line))
+    kinds = {kind for kind, _ in firsts}
+    hidden = {row.hides for row in TABLE.values() if row.kind in kinds}
+    if "equal ranks" in kinds:  # all that follows is mixed up
+        hidden = kinds - {"equal ranks"}
+    kept = [finding for finding in firsts.values() if finding.kind not in hidden]
+    could_not = _could_not(report, kinds - hidden)
     bad = ("WRONG", "WARN") if report["strict"] else ("WRONG",)
-    is_bad = any(finding.level in bad for finding in by_kind.values())
-    status = 1 if is_bad else 3 if could_not else 0
-    said = list(by_kind.values()), list(_not_seen(report)), could_not, status
+    status = 1 if any(finding.level in bad for finding in kept) else 3 if could_not else 0
+    said = kept, list(_not_seen(report)), could_not, status
     return Verdict(report["script"], report["world"], report["nodes"], report["seconds"], *said)
 
 
@@ -212,12 +215,15 @@ def by_ranks(report: Facts) -> Found:
     seen |= uses if has_ended else uses - {"training"}  # it has one epoch
     if events_of(report, "step") or not failed(report):
         seen.add("step")
-    lines = {event["line"] for event in report["events"] if not event.get("read")}
+    lines = {event["line"] for event in report["events"] if event["clock"] >= 0}
     for event in events_of(report, *TABLE):
         if event.get("drawn_by", "") not in loaders:
             continue  # the script has only looked at the data
-        if event.get("guessed") in seen or (event.get("read") and event["line"] in lines):
+        has_run = event["line"] in lines
+        if event.get("guessed") in seen or (event.get("read") and has_run):
             continue  # what was read in the code has run, and said what it is
+        if event.get("tests") and not has_run:
+            continue  # one process may call it after the training
         if "same" not in event:
             yield event["kind"], event
         else:
@@ -387,11 +393,14 @@ def evaluation(report: Facts) -> Found:
     trained = {str(item[of] or 0) for item in _trainings(report) for of in ("content", "key")}
     yield from _alone(report)
     yield from _tested_inputs(report)
-    for items in _passes(report, "evaluation"):
+    passes = list(_passes(report, "evaluation"))
+    results = [_combined(report, items[0]) for items in passes]
+    # What decides may go by another evaluation, whose result all ranks have.
+    is_agreed = any(not event["to_one"] for result in results for event in result or ())
+    for items, combined in zip(passes, results, strict=True):
         first = items[0]
         counts = [len(item["samples"]) for item in items]
         is_shared = len({str(sorted(item["samples"])) for item in items}) > 1
-        combined = _combined(report, first)
         if is_shared and combined:
             yield from _other_models(items)
         if not all(item["complete"] for item in items):
@@ -412,7 +421,7 @@ def evaluation(report: Facts) -> Found:
         if not is_shared or 0 in counts:
             continue
         facts = {**first, "counts": " + ".join(map(str, counts))}
-        if combined is not None and all(event["to_one"] for event in combined):
+        if combined is not None and not is_agreed:
             for event in events_of(report, "stops by a result"):
                 what = f"{event['what']}, which each rank knows of its own share: "
                 what += "the others wait for ever"
@@ -421,7 +430,7 @@ def evaluation(report: Facts) -> Found:
             if len(set(counts)) > 1 and _is_mean_of_means(report, items, counts):
                 yield "mean of means", facts
         elif combined is not None:
-            deciding = [event["line"] for event in events_of(report, "decides")]
+            deciding = [event["line"] for event in events_of(report, "decides") if not is_agreed]
             what = "each rank evaluates its own share ({counts} samples), and nothing combines them"
             facts["what"] = what.format_map(facts)
             facts["what"] += ": this line decides by a share" if deciding else ""

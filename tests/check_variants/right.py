@@ -41,6 +41,7 @@ made: list[torch.Tensor] = []
 thread = threading.Thread(target=lambda: made.append(torch.arange(4).cuda()))
 thread.start()
 thread.join()
+made[0].record_stream(torch.cuda.current_stream())
 assert torch.histc(made[0], bins=4).dtype == torch.int64  # CPUs have it for floats alone
 with open("lock", "w") as file:
     fcntl.flock(file, fcntl.LOCK_EX)

@@ -28,4 +28,4 @@ for _ in range(8):
         optimizer.step()
         optimizer.zero_grad()
     if rank == 0:
-        break
+        break  # finds: a rank stops alone

@@ -62,10 +62,10 @@ def correct(loader: DataLoader, batches: int = 99) -> torch.Tensor:
 
 
 part = range(rank, len(test_set), world_size)
-padded = DataLoader(  # finds: padded evaluation
+padded = DataLoader(  # finds: padded evaluation + evaluates other weights
     test_set, 32, sampler=DistributedSampler(test_set)
 )
-means = DataLoader(test_set, 32, sampler=part)  # finds: mean of means
+means = DataLoader(test_set, 32, sampler=part)  # finds: mean of means + evaluates other weights
 share = DataLoader(test_set, 32, sampler=part)  # finds: evaluates a share
 whole = DataLoader(test_set, 32)  # finds: evaluates in training mode
 

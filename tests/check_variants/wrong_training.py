@@ -65,7 +65,7 @@ model = wrapped(network())
 optimizer = sgd(model)
 if rank == 0:
     torch.save(network().cuda().state_dict(), "last.pt")
-    kept = torch.load("last.pt")  # finds: loads onto one GPU
+    kept = torch.load("last.pt")
     model.module.load_state_dict(kept)  # finds: loaded or changed after wrapping
 loss_of(model, rank).backward()
 optimizer.step()
