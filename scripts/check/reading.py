@@ -237,7 +237,8 @@ def loads(code: Code) -> Found:
         if name != "torch.load" or is_mapped or not call.args:
             continue
         tests = "".join(test for test, _ in _conditions(call, above))
-        is_right = "cuda" in tests or _is_of_rank_0(call, above, code)
+        # Where a rank has no GPU of its own, or where rank 0 alone loads.
+        is_right = re.search("cuda|gpu|device", tests) or _is_of_rank_0(call, above, code)
         if not is_right and "rank" not in ast.unparse(call.args[0]):  # a file of the rank's own
             where = f"{code.name} {getattr(above[0], 'name', '')}"
             yield "loads onto one GPU", call, {"tests": bool(OF_A_TEST.search(where))}
