@@ -169,6 +169,7 @@ for images in loader:
         ),
         ("kind = DistributedSampler if many else RandomSampler", {"no set_epoch"}),
         ("if rank == 0: model.load_state_dict(torch.load(path))", set()),
+        ("if distributed: pass\nelse: model.load_state_dict(torch.load(path))", set()),
         ("if args.gpu is None: model.load_state_dict(torch.load(path))", set()),
         ("if rank != 0: model.load_state_dict(torch.load(path))", {"loads onto one GPU"}),
         ("MNIST(download=True)", {"every rank downloads"}),

@@ -236,9 +236,12 @@ def loads(code: Code) -> Found:
         is_mapped = len(call.args) > 1 or "map_location" in ast.unparse(call)
         if name != "torch.load" or is_mapped or not call.args:
             continue
-        tests = "".join(test for test, _ in _conditions(call, above))
-        # Where a rank has no GPU of its own, or where rank 0 alone loads.
-        is_right = re.search("cuda|gpu|device", tests) or _is_of_rank_0(call, above, code)
+        # Where there are no ranks, or no GPU for each, or where rank 0 alone loads.
+        is_right = _is_of_rank_0(call, above, code) or any(
+            re.search("cuda|gpu|device", test)
+            or ("distributed" in test and is_else != test.startswith("not "))
+            for test, is_else in _conditions(call, above)
+        )
         if not is_right and "rank" not in ast.unparse(call.args[0]):  # a file of the rank's own
             where = f"{code.name} {getattr(above[0], 'name', '')}"
             yield "loads onto one GPU", call, {"tests": bool(OF_A_TEST.search(where))}
