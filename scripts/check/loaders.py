@@ -250,7 +250,9 @@ class Pass:
         self.whole_length = len(whole) if self.length else 0
         self.indices: list[int] = []
         self.samples: list[Any] = []
-        self.batches = len(loader) if self.length else math.inf  # such loops may end by a count
+        self.batches = math.inf  # of a stream, or of a sampler without an end
+        with contextlib.suppress(TypeError):
+            self.batches = len(loader) if self.length else math.inf
         self.before: dict[str, int] = {}  # states of the generators before a batch was read
         self.rows = 0  # rows of the last forward: a script may take a part of a batch
         self.tested: dict[int, Any] = {}  # what is in each model that was evaluated, by its id

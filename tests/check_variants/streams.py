@@ -1,12 +1,13 @@
 """The ranks read streams of unequal lengths, and a list again and again."""
 
 from collections.abc import Iterator
+from itertools import count
 
 import torch
 import torch.nn.functional as F
 from common import Images, network, start
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 rank, world_size = start()
 
@@ -33,6 +34,17 @@ def cycled() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     while True:
         yield from loader
 
+
+class Endless(Sampler[int]):
+    """As those that have no length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return count(rank, world_size)
+
+
+images, labels = next(iter(DataLoader(Images(400), 8, sampler=Endless())))
+F.cross_entropy(model(images.cuda()), labels.cuda()).backward()
+optimizer.step()
 
 batches = cycled()
 for _ in range(7):
