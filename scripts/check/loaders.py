@@ -352,7 +352,8 @@ def loader(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
             share = _share(sampler, dataset)
     # A loader is known by its lines and, where a loop makes several, by its data set or turn.
     made_at = " < ".join(lines)
-    known, mark = _known[made_at], (whole, _unused[made_at])
+    known = _known[made_at]
+    mark = (whole, _unused[made_at])
     known.setdefault(mark, len(known))
     _unused[made_at] += 1
     key = f"{made_at} {known[mark]}"
