@@ -108,7 +108,7 @@ class Devices(TorchFunctionMode):
             kwargs["pin_memory"] = False
         result = computed(func, args, kwargs)
         for observe in record.observers:
-            result = observe(func, args or tuple(kwargs.values()), result)
+            observe(func, next(iter((*args, *kwargs.values())), None))
         return result
 
 

@@ -30,7 +30,8 @@ COLLECTIVE = re.compile(
     r"(torch\.)?(dist|distributed|c10d)\."
     r"((monitored_)?barrier|all_\w+|broadcast\w*|reduce\w*|gather\w*|scatter\w*)"
 )
-BY_RANKS = re.compile(r" /=? [\w.()]*(world|gpus|procs|ranks)", re.I)
+RANKS = "(world|gpus|procs|ranks|replicas)"  # what the number of ranks is called
+BY_RANKS = re.compile(rf"( /=? |div_?\()[\w.()]*{RANKS}", re.I)
 OF_A_SHARE = re.compile(r"[\w.]*(loss|acc|score)\w* [<>]=? [A-Za-z_]")
 STEPS_BY = re.compile(r"^[\w.]*sched\w*\.step\((\w*(?:loss|acc|score)\w*)\)$")
 ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
@@ -52,10 +53,9 @@ STEPS = re.compile(r"\blen\([^()]*(data|set|sampler)\) //? [\w.\['\"]*(batch|bs)
 SCHEDULES = re.compile("step|iter|optim|sched", re.I)
 # A batch's size for a rank beside that of all ranks, and not in its place.
 GLOBAL_BATCH = re.compile(
-    r"^(?! *([\w.]+) = .*\b\1\b)(?!.*/=).*batch_?size.*/.*(world|gpus|procs|ranks|replicas)",
+    rf"^(?! *([\w.]+) = .*\b\1\b)(?!.*/=).*batch_?size.*/.*{RANKS}",
     re.I | re.M,
 )
-DIVIDED = re.compile("world|gpus|procs|ranks|replicas", re.I)
 # What combines the results of ranks, in the script or in a package.
 COMBINES = re.compile(r"all_?reduce|_?gather|\breduce\(|reduce_|torchmetrics|synchronize_")
 
@@ -225,6 +225,26 @@ def divisions(code: Code) -> Found:
                 yield "loss divided by the ranks", node, {}
 
 
+def averages(code: Code) -> Found:
+    """Find where results are combined, and divided by the number of ranks then. It may be right."""
+    combined = defaultdict(list)  # calls of collectives, by what they combine and the function
+    for call, name, above in _calls(code.tree):
+        if COLLECTIVE.fullmatch(name) and call.args:
+            combined[ast.unparse(call.args[0]), above[0]].append(call)
+    helpers = {getattr(scope, "name", "") for _, scope in combined}
+    for node, above in _nodes(code.tree):
+        if not isinstance(node, ast.stmt) or isinstance(node, (*SCOPES, ast.For, ast.While)):
+            continue
+        text = ast.unparse(node)
+        is_divided = BY_RANKS.search(text)
+        for (what, scope), calls in combined.items():
+            is_mean = is_divided or ("mean(" in text and "gather" in ast.unparse(calls[0].func))
+            if is_mean and scope is above[0] and re.search(rf"(?<![\w.]){re.escape(what)}\b", text):
+                yield from (("averages", call, {}) for call in calls if call.lineno <= node.lineno)
+        if is_divided and helpers & set(re.findall(r"(\w+)\(", text)):
+            yield "averages", node, {}
+
+
 def _is_of_rank_0(node: ast.AST, above: Above, code: Code) -> bool:
     tests = [(t, no) for t, no in _conditions(node, above) if code.on_a_rank.search(t)]
     return any(bool(OF_OTHERS.search(test)) == is_else for test, is_else in tests)
@@ -310,7 +330,7 @@ def schedules(code: Code) -> Found:
     for node, _ in _nodes(code.tree):
         text = ast.unparse(node) if isinstance(node, ast.Assign | ast.Expr) else ""
         found = STEPS.search(text)
-        if found and SCHEDULES.search(text) and not DIVIDED.search(text):
+        if found and SCHEDULES.search(text) and not re.search(RANKS, text, re.I):
             yield "steps of all ranks", node, {"what": found[0]}
 
 
@@ -329,6 +349,7 @@ RULES = (
     choices,
     stops,
     divisions,
+    averages,
     loads,
     saves,
     samplers,

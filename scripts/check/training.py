@@ -1,6 +1,7 @@
 """Watch the training: collectives, what goes through and past the wrapper, and each step."""
 
 import contextlib
+import itertools
 import os
 import re
 import sys
@@ -36,8 +37,6 @@ SENT = ("obj", "tensor", "input_tensor", "input", "input_list")  # arguments tha
 MOST_VALUES = 64  # of a result of an evaluation
 SHOWN = 40  # steps of an optimizer that are compared
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-DIVISIONS = ("div", "div_", "__truediv__", "__itruediv__")
-COPIES = ("__getitem__", "clone", "detach", "cpu", "to", "float", "double", "squeeze", "cat", "sum")
 WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
@@ -47,8 +46,6 @@ backends: list[str] = []  # that the script asks for
 names: dict[int, str] = {}  # of parameters, by their id
 owners: dict[int, "Watched"] = {}  # the wrapper that averages a parameter, by its id
 _storages: dict[int, "Watched"] = {}  # the same, by the address of its values
-_totals: dict[int, tuple[Any, int]] = {}  # a tensor that was combined, and when, by its id
-_gathers: set[int] = set()  # when each rank got one number of each rank
 _counted = record.Nested()
 _forwards = record.Nested()
 _backwards = record.Nested()  # checkpointing computes a part of the forward again in them
@@ -104,9 +101,8 @@ def _count(real: Any, *args: Any, **keywords: Any) -> Any:
         facts["to_one"] = name in ("reduce", "gather", "gather_object")
         facts["rows"] = len(sent) if isinstance(sent, Tensor) and sent.dim() else 1
         facts["evaluates"] = all(p.evaluated or p.mode is False for p in loaders.latest)
+        facts["lines"] = list(itertools.islice(record.frames(), 2))  # of a helper, and its call
         record.tell("combined", elements=elements, **facts)
-        if name in ("all_reduce", "reduce") and facts["values"]:
-            _totals[id(sent)] = sent, state.clock
     needs = isinstance(sent, Tensor) and sent.requires_grad and sent.dim() > 1
     is_loss = torch.is_grad_enabled() and all(item.mode is not False for item in loaders.latest)
     if name.startswith("all_gather") and needs and is_loss:
@@ -117,11 +113,7 @@ def _count(real: Any, *args: Any, **keywords: Any) -> Any:
     if name == "new_group":
         passed["backend"] = "gloo"
     with _counted:
-        result = real(**passed)
-    if isinstance(sent, Tensor) and sent.numel() == 1 and name == "all_gather":
-        _gathers.add(state.clock)
-        _totals.update({id(one): (one, state.clock) for one in passed["tensor_list"]})
-    return result
+        return real(**passed)
 
 
 for _name in filter(re.compile(f"{COLLECTIVES}|{BETWEEN_TWO}|new_group").fullmatch, dir(dist)):
@@ -131,47 +123,17 @@ for _name in filter(re.compile(f"{COLLECTIVES}|{BETWEEN_TWO}|new_group").fullmat
 dist.is_nccl_available = lambda: True
 
 
-class Number(float):
-    """A number of a combined tensor, which notes what it is divided by."""
-
-    clock = 0  # at which it was combined
-
-    def __truediv__(self, other: Any) -> Any:
-        record.tell("divided", of=self.clock, by=_numbers(other))
-        return float(self) / other
-
-    def __reduce__(self) -> Any:
-        return float, (float(self),)  # a checkpoint may hold it
-
-
-def _observe(func: Any, args: Any, result: Any) -> Any:
-    """Note a change of a wrapped parameter, and what becomes of a combined tensor."""
-    name, first = getattr(func, "__name__", ""), args[0] if args else None
-    if isinstance(first, list | tuple) and first and isinstance(first[0], Tensor):
-        first = first[0]
-    if not isinstance(first, Tensor):
-        return result
-    if id(first) in _totals:
-        clock = _totals[id(first)][1]
-        if name == "mean" and clock in _gathers:
-            record.tell("divided", of=clock, by=[state.world])
-        elif name in DIVISIONS:
-            record.tell("divided", of=clock, by=_numbers(args[1]))
-        elif name in COPIES:
-            _totals[id(result)] = result, clock
-        elif name == "item" and isinstance(result, float):
-            result = Number(result)
-            result.clock = clock
+def _observe(func: Any, first: Any) -> None:
+    """Note a change of a wrapped parameter, the first argument of a function."""
+    name = getattr(func, "__name__", "")
     sets = name[-1:] == "_" != name[-2:-1] or name in WRITES or func == SET_DATA
-    if sets and not _stepping and name != "requires_grad_":
+    if sets and not _stepping and isinstance(first, Tensor) and name != "requires_grad_":
         with contextlib.suppress(RuntimeError):  # not every tensor has an address
             if owner := owners.get(id(first)) or _storages.get(first.data_ptr()):
                 owner.note("L")
-    return result
 
 
 record.observers.append(_observe)
-torch.serialization.add_safe_globals([float])
 
 
 class Watched:
@@ -336,7 +298,6 @@ def _belongs(parameter: Tensor) -> str:
 
 def _step_begins(optimizer: Any, args: Any, keywords: Any) -> None:
     loaders.tell_draws("between a batch and its step, as for noise or dropout", _began)
-    _totals.clear()
     if not _turns[optimizer]:
         _name_all()
     values = []

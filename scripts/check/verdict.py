@@ -520,12 +520,11 @@ def _is_mean_of_means(report: Facts, items: list[Facts], counts: list[int]) -> b
     values = [[value for event in end for value in event["values"]] for end in ends]
     if all(count in own for count, own in zip(counts, values, strict=True)):
         return False
+    averages = {event["line"] for event in events_of(report, "averages")}
     for events in zip(*ends, strict=False):
-        divided = [e for e in events_of(report, "divided") if e["of"] == events[0]["clock"]]
-        is_mean = events[0]["mean"] or any(len(items) in event["by"] for event in divided)
         own = [number for event in events for number in event["values"][:1]]
         is_sum = any(own) and all(number == round(number) for number in own)
-        if is_mean and not is_sum:
+        if (events[0]["mean"] or averages & {*events[0]["lines"]}) and not is_sum:
             return True
     return False
 
