@@ -372,7 +372,6 @@ def loader(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
     }
     facts |= {"whole": whole, "used": share, "workers": passed.get("num_workers", 0)}
     self._worker_init = passed.get("worker_init_fn")
-    facts["sends_buffers"] = False
     facts["batches"] = -(-share // size) if size and whole else None
     real(**passed | {name: value for name, value in NO_WORKERS.items() if name in passed})
 

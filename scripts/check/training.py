@@ -142,6 +142,7 @@ class Watched:
     def __init__(self, ddp: Any) -> None:
         self.ddp, self.ranks = ddp, dist.get_process_group_ranks(ddp.process_group)
         self.modules = {id(module) for module in ddp.module.modules()}
+        self.line = next(record.frames(), "")
         self.in_forward = record.Nested()
         # Calls since the last step of its parameters: a letter and a line of each.
         self.calls, self.lines, self.has_stepped = "", list[str](), False
@@ -232,11 +233,9 @@ def _module_ends(module: nn.Module, inputs: Any, output: Any) -> None:
             trained = {name for item in wrappers for name, _ in item.ddp.module.named_parameters()}
             items = [(name.replace("module.", ""), p) for name, p in module.named_parameters()]
             tested = {name: _sums(p) for name, p in items if name in trained}
-            buffers = module.named_buffers() if tested else ()
-            if not any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
-                tested |= {f"buffer {name}": _sums(held) for name, held in buffers}
+            if tested and all(item.ddp.broadcast_buffers for item in wrappers):
+                tested |= {f"buffer {name}": sums for name, sums in _buffers(module).items()}
             batch.tested[id(module)] = tested
-            batch.facts["sends_buffers"] = any(item.ddp.broadcast_buffers for item in wrappers)
 
 
 register_module_forward_pre_hook(_module_begins)
@@ -270,6 +269,26 @@ def _sums(tensor: Any) -> Sums:
     tensor = tensor.coalesce().values() if tensor.is_sparse else tensor
     values = tensor.detach().flatten().double()
     return values.sum().item(), (values @ values.abs()).item()
+
+
+def _buffers(module: nn.Module) -> dict[str, Sums]:
+    """Return sums of what a module holds besides trained parameters, but none that is pretended."""
+    if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
+        return {}
+    return {name: _sums(buffer) for name, buffer in module.named_buffers()}
+
+
+def _tell_held() -> None:
+    """Tell what each wrapped model holds that neither gradients nor DDP make equal."""
+    for item in wrappers:
+        module = item.ddp.module
+        held = {} if item.ddp.broadcast_buffers else _buffers(module)
+        frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        held |= {name: _sums(p) for name, p in frozen}
+        record.tell("held", line=item.line, held=held, ranks=item.ranks)
+
+
+record.at_the_end.append(_tell_held)
 
 
 def _name_all() -> None:

@@ -7,7 +7,7 @@ ranks do at the same time, or a difference between them.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from pathlib import Path
@@ -487,16 +487,30 @@ def _left_out(items: list[Facts], is_shared: bool) -> Found:
 
 
 def _other_models(items: list[Facts]) -> Found:
-    """Find models that are evaluated with other weights on each rank."""
+    """Find models that are evaluated with other weights or statistics on each rank."""
     for models in zip(*(item["tested"] for item in items), strict=False):
-        for name in models[0]:
-            sums = [model.get(name, models[0][name]) for model in models]
-            if _differ(sums, 1e-6):
-                level = "WRONG"
-                if name.startswith("buffer"):  # DDP sends them before each forward in training
-                    level = "NOTE" if items[0]["sends_buffers"] else "WARN"
-                yield "evaluates other weights", {**items[0], "name": name, "level": level}
-                break
+        name = _first_other(models)
+        if name.startswith("buffer "):  # which DDP sends before each forward of the training
+            yield "buffers differ", {**items[0], "name": name[7:], "level": "NOTE"}
+        elif name:
+            yield "evaluates other weights", {**items[0], "name": name}
+
+
+def _first_other(held: Sequence[Facts]) -> str:
+    """Return the first name whose sums differ between the ranks, or nothing."""
+    for name in held[0]:
+        if _differ([own.get(name, held[0][name]) for own in held], 1e-6):
+            return name
+    return ""
+
+
+def statistics(report: Facts) -> Found:
+    """Find what wrapped models hold in the end, and neither gradients nor DDP make equal."""
+    has_ended = all(end["how"] == "ended" for end in report["ends"].values())
+    for events in zip(*of_each(report, "held"), strict=False) if has_ended else ():
+        is_split = len(events[0]["ranks"]) < report["world"]
+        if name := "" if is_split else _first_other([event["held"] for event in events]):
+            yield "buffers differ", {**events[0], "name": name}
 
 
 def _combined(report: Facts, item: Facts, is_over: bool = False) -> list[Facts] | None:
@@ -551,4 +565,14 @@ def unready(report: Facts) -> Found:
             yield "loads too early", {**event, "by": by}
 
 
-COMPARISONS = (conflicts, by_ranks, divergence, shares, inputs, evaluation, through, unready)
+COMPARISONS = (
+    conflicts,
+    by_ranks,
+    divergence,
+    statistics,
+    shares,
+    inputs,
+    evaluation,
+    through,
+    unready,
+)

@@ -62,10 +62,10 @@ def correct(loader: DataLoader, batches: int = 99) -> torch.Tensor:
 
 
 part = range(rank, len(test_set), world_size)
-padded = DataLoader(  # finds: padded evaluation + evaluates other weights
+padded = DataLoader(  # finds: padded evaluation + buffers differ
     test_set, 32, sampler=DistributedSampler(test_set)
 )
-means = DataLoader(test_set, 32, sampler=part)  # finds: mean of means + evaluates other weights
+means = DataLoader(test_set, 32, sampler=part)  # finds: mean of means + buffers differ
 share = DataLoader(test_set, 32, sampler=part)  # finds: evaluates a share
 whole = DataLoader(test_set, 32)  # finds: evaluates in training mode
 

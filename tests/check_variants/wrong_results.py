@@ -10,10 +10,10 @@ from torch.utils.data import DataLoader, Subset
 
 rank, world_size = start()
 model = network(nn.BatchNorm1d(16)).cuda()
-model = DistributedDataParallel(model, broadcast_buffers=False)
+model = DistributedDataParallel(model, broadcast_buffers=False)  # finds: buffers differ
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 share = Subset(Images(100, seed=1), range(rank, 100, world_size))
-loader = DataLoader(share, 10)  # finds: evaluates other weights
+loader = DataLoader(share, 10)
 
 
 @torch.no_grad()
