@@ -37,6 +37,8 @@ class Stub(MagicMock):
 
 OTHER_TYPES = re.compile("not implemented for|same dtype|should be the same|expected scalar type")
 _current = 0
+models_on: set[int] = set()  # indices of the GPUs that wrapped models are on
+_elsewhere: set[str] = set()  # lines that put something on another one
 _visible: list[str] = []  # the GPUs that this process sees, since it first used one
 
 
@@ -69,6 +71,16 @@ def use(device: Any = None) -> int:
     return index
 
 
+def put(device: Any) -> int:
+    """Return the index of a GPU that gets a tensor or a model."""
+    index = use(device)
+    line = next(record.frames(), "") if models_on and index not in models_on else ""
+    if line and line not in _elsewhere:
+        _elsewhere.add(line)
+        record.tell("uses another GPU", device=index, own=min(models_on))
+    return index
+
+
 def set_device(device: Any) -> Stub:
     """Choose a GPU. What is returned opens a block, as ``torch.cuda.device`` does."""
     global _current
@@ -96,12 +108,12 @@ class Devices(TorchFunctionMode):
         is_first = func in (Tensor.to, Tensor.cuda) and len(args) > 1
         device = args[1] if is_first else kwargs.get("device")
         if func in (Tensor.cuda, Tensor.pin_memory):
-            use(device)
+            put(device)
             return args[0]
         if func is Tensor.get_device:
             return _current
         if index_of(device) is not None:
-            use(device)
+            put(device)
             args = (args[0], "cpu", *args[2:]) if is_first else args
             kwargs |= {} if is_first else {"device": "cpu"}
         if kwargs.get("pin_memory"):
@@ -129,7 +141,7 @@ def _engine_run_backward(real: Any, *args: Any, **keywords: Any) -> Any:
 def to(real: Any, self: nn.Module, *args: Any, **keywords: Any) -> nn.Module:
     device = keywords.get("device", args[0] if args else None)
     if index_of(device) is not None:
-        self.__dict__["_pretended"] = use(device)
+        self.__dict__["_pretended"] = put(device)
         keywords["device"], args = "cpu", () if "device" in keywords else args[1:]
     return real(self, *args, **keywords)
 

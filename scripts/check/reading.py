@@ -37,6 +37,7 @@ STEPS_BY = re.compile(r"^[\w.]*sched\w*\.step\((\w*(?:loss|acc|score)\w*)\)$")
 ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 EXITS = re.compile(r"(sys\.|os\._)?exit")
 TRAINS = re.compile(r"backward\(|\b_?train\w*\(|\.step\(|scaler\(|zero_grad\(")
+OUT_OF_MEMORY = re.compile("out of memory|OutOfMemory")
 OWN_LOSS = re.compile(r"nan\b|finite|isinf|loss[\w.()]* [<>]|[<>]=? [\w.]*loss", re.I)
 OF_EVALUATION = re.compile("val(?!ue)|test|eval|dev(?!ice)|best", re.I)
 # Words of a value on which ranks agree. But dist.reduce() gives it to one rank alone.
@@ -156,6 +157,10 @@ def choices(code: Code) -> Found:
 def stops(code: Code) -> Found:
     """Find where a rank leaves the training, or a batch, by what it alone knows."""
     for node, above in _nodes(code.tree):
+        if isinstance(node, ast.ExceptHandler) and OUT_OF_MEMORY.search(ast.unparse(node)):
+            goes_on = any(isinstance(part, ast.Continue) for part in ast.walk(node))
+            if goes_on or TRAINS.search(ast.unparse(above[-1])):
+                yield "leaves a batch out", node, {"level": "NOTE"}
         is_exit = isinstance(node, ast.Call) and EXITS.fullmatch(ast.unparse(node.func))
         if not is_exit and not isinstance(node, ast.Break | ast.Return | ast.Continue | ast.Raise):
             continue
@@ -241,7 +246,7 @@ def averages(code: Code) -> Found:
             is_mean = is_divided or ("mean(" in text and "gather" in ast.unparse(calls[0].func))
             if is_mean and scope is above[0] and re.search(rf"(?<![\w.]){re.escape(what)}\b", text):
                 yield from (("averages", call, {}) for call in calls if call.lineno <= node.lineno)
-        if is_divided and helpers & set(re.findall(r"(\w+)\(", text)):
+        if re.search(RANKS, text, re.I) and helpers & set(re.findall(r"(\w+)\(", text)):
             yield "averages", node, {}
 
 

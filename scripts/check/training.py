@@ -181,7 +181,9 @@ def wrap(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
     Watched(self)
     record.tell("wrapped")
     if ids:
-        device = pretend.visible()[pretend.use(ids[0])]
+        index = pretend.use(ids[0])
+        pretend.models_on.add(index)
+        device = pretend.visible()[index]
         record.tell("two ranks on one device", same=(state.node, device), device=device)
 
 
@@ -275,7 +277,8 @@ def _buffers(module: nn.Module) -> dict[str, Sums]:
     """Return sums of what a module holds besides trained parameters, but none that is pretended."""
     if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
         return {}
-    return {name: _sums(buffer) for name, buffer in module.named_buffers()}
+    saved = module.state_dict()  # others are caches, as of positions
+    return {name: _sums(buffer) for name, buffer in module.named_buffers() if name in saved}
 
 
 def _tell_held() -> None:

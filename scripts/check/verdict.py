@@ -20,6 +20,7 @@ LESSONS = Path(__file__).resolve().parents[1] / "lessons"
 NO_GPU = re.compile("NVIDIA|CUDA|nvcc|Triton|cudnn|pretended")
 NO_ATTRIBUTE = r"'DistributedDataParallel' object has no attribute '(\w+)'"
 WHOLE = {"ended", "cut"}  # how a rank ends whose run was judged
+METRICS = 8  # of an evaluation at most; more numbers are the results of samples
 TWO = "two forwards or backwards"
 # Why gradients differ, by the calls since the step before: forwards are F, under no_sync f, past
 # the wrapper P, and backwards B, under no_sync b. The verdict names the line of the first match.
@@ -536,6 +537,8 @@ def _is_mean_of_means(report: Facts, items: list[Facts], counts: list[int]) -> b
         return False
     averages = {event["line"] for event in events_of(report, "averages")}
     for events in zip(*ends, strict=False):
+        if events[0]["elements"] > METRICS:
+            continue
         own = [number for event in events for number in event["values"][:1]]
         is_sum = any(own) and all(number == round(number) for number in own)
         if (events[0]["mean"] or averages & {*events[0]["lines"]}) and not is_sum:

@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,9 @@ def send(weights: torch.Tensor) -> None:
 
 rank, _ = start()
 verbose = rank == 0
+Path("cache.txt").touch()
+if not os.path.exists("cache.txt"):  # finds: every rank saves
+    Path("cache.txt").write_text("made here")
 model = DistributedDataParallel(network().cuda())
 ema = DistributedDataParallel(network().cuda())
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -38,7 +42,10 @@ for step, _ in enumerate(DataLoader(train_set, batch_size, sampler=sampler)):
     if verbose and step > 1000:
         continue  # finds: a rank stops alone
     loss = loss_of(model, rank, step)
-    loss.backward()
+    try:
+        loss.backward()
+    except torch.cuda.OutOfMemoryError:  # finds: leaves a batch out
+        continue
     optimizer.step()
     optimizer.zero_grad()
     if loss.item() > 1000:
@@ -52,6 +59,7 @@ for step, _ in enumerate(DataLoader(train_set, batch_size, sampler=sampler)):
         dist.barrier()  # finds: other collectives
 dist.broadcast_object_list([rank])
 torch.cuda.set_device(0)
+torch.ones(2).cuda()  # finds: uses another GPU
 dist.broadcast_object_list([rank])  # finds: objects over one GPU
 if verbose and total_loss < best_loss:  # finds: chooses by a share
     torch.save(model.module.state_dict(), "last.pt")
