@@ -267,7 +267,9 @@ def loads(code: Code) -> Found:
             or ("distributed" in test and is_else != test.startswith("not "))
             for test, is_else in _conditions(call, above)
         )
-        if not is_right and "rank" not in ast.unparse(call.args[0]):  # a file of the rank's own
+        path = ast.unparse(call.args[0])
+        is_own = "rank" in path or re.search(rf"\b{re.escape(path)} = .*rank", code.text)
+        if not is_right and not is_own:
             where = f"{code.name} {getattr(above[0], 'name', '')}"
             yield "loads onto one GPU", call, {"tests": bool(OF_A_TEST.search(where))}
 

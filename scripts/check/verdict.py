@@ -135,7 +135,7 @@ def _could_not(report: Facts, kinds: set[str]) -> str:
         return "not judged: it wraps no model in DistributedDataParallel"
     loaded = [event["path"] for event in events_of(report, "load")]
     hint = f" (after it loaded {loaded[0]})" if loaded else ""
-    return "" if has_step else f"not judged: it made no step of an optimizer in two epochs{hint}"
+    return "" if has_step else f"not judged: it made no step of an optimizer{hint}"
 
 
 def failed(report: Facts) -> str:
