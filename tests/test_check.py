@@ -266,9 +266,7 @@ def test_slurm_is_played_and_a_finished_run_in_the_folder_is_named(tmp_path):
     (tmp_path / "runs").mkdir()
     torch.save({"epochs done": 5}, tmp_path / "runs/last.pt")
     found = checked(tmp_path, "slurm.py")
-    assert "it made no step of an optimizer (after it loaded runs/last.pt)" in str(
-        found
-    )
+    assert "it made no step of an optimizer (after it loaded runs/last.pt)" in str(found)
     assert found["status"] == 3
 
 

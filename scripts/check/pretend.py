@@ -112,6 +112,8 @@ class Devices(TorchFunctionMode):
             return args[0]
         if func is Tensor.get_device:
             return _current
+        if func is Tensor.type and isinstance(args[-1], str):
+            args = (args[0], args[1].replace("torch.cuda.", "torch."))
         if index_of(device) is not None:
             put(device)
             args = (args[0], "cpu", *args[2:]) if is_first else args

@@ -31,7 +31,7 @@ import training
 from record import replaces, state
 
 FOREIGN = "deepspeed|horovod|colossalai"  # others are refused when they wrap a model
-LOOKS = re.compile(r"(.* and )?not \S*(exists|is_?dir|is_?file)\((?!.*\b(and|or)\b)")
+LOOKS = re.compile(r"(.* and \(?)?not \S*(exists|is_?dir|is_?file)\((?!.*\b(and|or)\b)")
 WRITES = re.compile(r"(torch|np)\.save|\bopen\(.*'[wx]|\.(to_\w+|write_\w+|savez?\w*)\(")
 MAKES = re.compile(r"(os\.makedirs|makedirs|.*\.mkdir)\((?!.*exist_ok)")
 _started: list[BaseProcess] = []  # processes that the script has started: each is a rank

@@ -33,7 +33,7 @@ COLLECTIVE = re.compile(
 RANKS = "(world|gpus|procs|ranks|replicas)"  # what the number of ranks is called
 BY_RANKS = re.compile(rf"( /=? |div_?\()[\w.()]*{RANKS}", re.I)
 OF_A_SHARE = re.compile(r"[\w.]*(loss|acc|score)\w* [<>]=? [A-Za-z_]")
-STEPS_BY = re.compile(r"^[\w.]*sched\w*\.step\((\w*(?:loss|acc|score)\w*)\)$")
+STEPS_BY = re.compile(r"^[\w.]*sched\w*\.step\((?!\w*(?:val|test))(\w*(?:loss|acc|score)\w*)\)$")
 ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 EXITS = re.compile(r"(sys\.|os\._)?exit")
 TRAINS = re.compile(r"backward\(|\b_?train\w*\(|\.step\(|scaler\(|zero_grad\(")
