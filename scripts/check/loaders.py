@@ -9,6 +9,7 @@ import functools
 import itertools
 import math
 import random
+import weakref
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.utils.data._utils import worker as workers
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-EPOCHS = 4  # after which a run ends, if the script has more
+EPOCHS = (4, 12)  # after which a run ends: with smaller numbers, and with the script's own
 BATCHES = 4  # of each rank in an epoch, if the script has no smaller ones
 COMPARED = 6  # samples of a data set whose content is compared
 READ = 100  # batches of a stream that are counted after its end here
@@ -99,6 +100,12 @@ class Held(data.Dataset[Any]):
 @replaces(data.DistributedSampler, name="__init__")
 def shared(real: Any, self: Any, dataset: Any, *args: Any, **keywords: Any) -> None:
     real(self, dataset if isinstance(dataset, data.Dataset) else Held(dataset), *args, **keywords)
+
+
+@replaces(data.DistributedSampler)
+def set_epoch(real: Any, self: Any, epoch: int) -> None:
+    self._epochs_set = getattr(self, "_epochs_set", 0) + 1
+    real(self, epoch)
 
 
 def digest(value: Any) -> int:
@@ -195,7 +202,8 @@ def randomness_kept() -> Iterator[None]:
 
 def content(dataset: Any) -> list[int]:
     """Return checksums of some samples under a fixed seed, or nothing if they differ each time."""
-    if id(dataset) not in _contents:
+    held, found = _contents.get(id(dataset), (None, []))
+    if held is None or held() is not dataset:
         looks: list[list[int]] = [[], []]
         # A data set that refuses an index ends the look.
         with randomness_kept(), contextlib.suppress(Exception):
@@ -205,8 +213,17 @@ def content(dataset: Any) -> list[int]:
                     for seed in SEED:
                         seed(0)
                     look.append(digest(dataset[index]))
-        _contents[id(dataset)] = dataset, looks[0] if looks[0] == looks[1] else []
-    return _contents[id(dataset)][1]
+        found = looks[0] if looks[0] == looks[1] else []
+        _contents[id(dataset)] = _reference(dataset), found
+    return found
+
+
+def _reference(dataset: Any) -> Any:
+    """Return what gives a data set while the script holds it: it may open its files only once."""
+    try:
+        return weakref.ref(dataset)
+    except TypeError:  # a list has none
+        return lambda: dataset
 
 
 def origin(dataset: Any, index: int) -> tuple[Any, int]:
@@ -235,9 +252,11 @@ class Pass:
     def __init__(self, loader: Any) -> None:
         self.facts, self.dataset = loader._facts, loader.dataset
         self.key, self.begun = self.facts["key"], state.clock
+        sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+        self.epochs_set = getattr(sampler, "_epochs_set", 0)
         self.number = -1  # of this pass over the loader; the first forward sets it
         self.mode: bool | None = None  # whether the first model is in training mode
-        self.is_fresh = self.trained = self.evaluated = self.complete = False
+        self.is_fresh = self.trained = self.evaluated = self.complete = self.is_apart = False
         self.reads = self.count = self.fetched = 0  # batches, samples, samples of the last batch
         self.is_stream = isinstance(self.dataset, data.IterableDataset)
         is_sized = hasattr(self.dataset, "__len__") and not self.is_stream
@@ -272,13 +291,14 @@ class Pass:
     def finish(self) -> None:
         """Tell what was drawn, and what is wrong with it that this rank alone can see."""
         _open.remove(self)
+        self.dataset = None  # which the script may let go
         if self.number < 0:  # the script has only looked at the data
             return
         if not self.trained and not self.evaluated and self.mode is not False:
             _counts[self.key] -= 1  # it has only looked at the model
             return
         self.complete = self.complete or self.reads >= self.batches
-        names = ["begun", "number", "complete", "length", "whole_length", "is_known"]
+        names = ["begun", "number", "complete", "length", "whole_length", "is_known", "is_apart"]
         names += ["content", "indices", "samples"]
         facts = self.facts | {name: getattr(self, name) for name in names}
         facts["tested"] = list(self.tested.values())
@@ -292,7 +312,9 @@ class Pass:
             return
         former, order = _former.get(self.key), self.indices
         _former[self.key] = self
-        if former and len(order) > 3 and former.indices[: len(order)] == order:
+        if not former or former.epochs_set != self.epochs_set:  # set_epoch(0) changes nothing
+            return
+        if len(order) > 3 and former.indices[: len(order)] == order:
             facts["what"] = f"epoch {facts['epoch']} had the order of the one before: "
             facts["what"] += "set_epoch was not called, or too late"
             is_sorted = order == sorted(order) and len(order) > 5  # and not by chance
@@ -313,11 +335,14 @@ def forward_begins(grads: bool, mode: bool | None) -> bool:
     return bool(fresh)
 
 
-def backward_begins() -> None:
-    for item in latest:
+def backward_begins(is_apart: bool) -> None:
+    """Note that batches train a model, perhaps one beside the wrapped models."""
+    for item in latest if state.groups else ():  # else this trains before there are ranks
+        item.is_apart = is_apart
         if not item.trained:
-            if _epochs[item.key] == EPOCHS:
-                what = f"what follows after {EPOCHS} epochs: the check ended there"
+            most = EPOCHS[not state.is_small]
+            if _epochs[item.key] == most:
+                what = f"what follows after {most} epochs: the check ended there"
                 record.leave("cut", message=what)
             _epochs[item.key] += 1
         item.trained = True

@@ -122,7 +122,7 @@ class Devices(TorchFunctionMode):
             kwargs["pin_memory"] = False
         result = computed(func, args, kwargs)
         for observe in record.observers:
-            observe(func, next(iter((*args, *kwargs.values())), None))
+            observe(func, args or tuple(kwargs.values()), result)
         return result
 
 
@@ -143,7 +143,9 @@ def _engine_run_backward(real: Any, *args: Any, **keywords: Any) -> Any:
 def to(real: Any, self: nn.Module, *args: Any, **keywords: Any) -> nn.Module:
     device = keywords.get("device", args[0] if args else None)
     if index_of(device) is not None:
-        self.__dict__["_pretended"] = put(device)
+        index = put(device)
+        for part in self.modules():
+            part.__dict__["_pretended"] = index
         keywords["device"], args = "cpu", () if "device" in keywords else args[1:]
     return real(self, *args, **keywords)
 
@@ -237,7 +239,7 @@ class Settings(dict[str, Any]):
 def tracker(name: str) -> Stub:
     """Return a stand-in for a package that logs runs, as TensorBoard does."""
     module = Stub(__path__=[], __name__=name)
-    module.config = Settings()
+    module.config, module.run = Settings(), None
 
     # The files of torch's TensorBoard have names of their own.
     level = "NOTE" if name.startswith("torch.") else "WARN"
@@ -255,7 +257,8 @@ def tracker(name: str) -> Stub:
 
     def open_run(*args: Any, **keywords: Any) -> Stub:
         log()
-        return open_one(*args, **keywords)
+        module.run = open_one(*args, **keywords)
+        return module.run
 
     class Writer:
         """A class of its own, because scripts derive from it."""

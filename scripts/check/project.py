@@ -24,6 +24,7 @@ COUNT = "(num|n|nr|no|nb|max|total|train|training|end|final)_?(of_|train_|traini
 # A name with "steps" has to say that they are steps of training: num_steps may be a diffusion's.
 TRAINING = "((num|n|nb)_)?(max|total|train|training|end|final)_?(num_|train_|training_)?"
 STEPS = "(steps?|iters?|iterations?)"
+INTERVALS = "every|freq(uency)?|interval"
 # A batch's own size, and not the size of all of them together, from which scripts compute others.
 BATCHES = r"(?!total|global|effective)(.*_)?(batch_?size|bsz?)"
 EPOCHS = f"({COUNT})?epochs?"
@@ -34,7 +35,7 @@ BOUNDS = {  # what a number is called, and the most that it may be
     f"({COUNT})?(steps?|iters?|iterations?|batches)_per_epoch": 4,
     r".*accum.*": 2,
     BATCHES: 4,
-    rf"(save|ckpt|checkpoint|eval|val|test)\w*(every|freq|interval|epochs?|batches|{STEPS})": 2,
+    rf"(save|ckpt|checkpoint|eval|val|test)\w*({INTERVALS}|epochs?|batches|{STEPS})": 2,
 }
 changed: dict[str, str] = {}  # what was bounded, by its name
 WHOLE = r"(\d+(?:\.0*)?)(?![\w.]|\s*\*)"

@@ -30,10 +30,10 @@ COLLECTIVE = re.compile(
     r"(torch\.)?(dist|distributed|c10d)\."
     r"((monitored_)?barrier|all_\w+|broadcast\w*|reduce\w*|gather\w*|scatter\w*)"
 )
-RANKS = "(world|gpus|procs|ranks|replicas)"  # what the number of ranks is called
+RANKS = "(world|gpus|procs|ranks|replicas|device_count)"  # what the number of ranks is called
 BY_RANKS = re.compile(rf"( /=? |div_?\()[\w.()]*{RANKS}", re.I)
 OF_A_SHARE = re.compile(r"[\w.]*(loss|acc|score)\w* [<>]=? [A-Za-z_]")
-STEPS_BY = re.compile(r"^[\w.]*sched\w*\.step\((?!\w*(?:val|test))(\w*(?:loss|acc|score)\w*)\)$")
+STEPS_BY = re.compile(r"^[\w.]*sched\w*\.step\((\w*(?:loss|acc|score)\w*)\)$")
 ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 EXITS = re.compile(r"(sys\.|os\._)?exit")
 TRAINS = re.compile(r"backward\(|\b_?train\w*\(|\.step\(|scaler\(|zero_grad\(")
@@ -48,9 +48,16 @@ OF_A_TEST = re.compile("(?<!la)test|infer|predict|demo|(?<!ri)eval", re.I)
 WRAPPER = re.compile(r"\b(DistributedDataParallel|DDP)\(")
 # What lets one rank come before the others.
 FIRST = re.compile(r"if .*rank.*:\s+.*barrier\(|(main|process|rank|zero)_first")
-DOWNLOADS = re.compile(r"(.*\.)?url(retrieve|open)|requests\.get|(gdown|wget|nltk)\.download\w*")
+DOWNLOADS = re.compile(
+    r"(.*\.)?(url(retrieve|open)|load_url|load_state_dict_from_url|download_(url|file)\w*)"
+    r"|requests\.get|(gdown|wget|nltk)\.download\w*"
+)
 # A number of steps, from the length of a whole data set and the size of a batch.
-STEPS = re.compile(r"\blen\([^()]*(data|set|sampler)\) //? [\w.\['\"]*(batch|bs)[\w'\"\]]*", re.I)
+STEPS = re.compile(
+    r"\blen\([^()]*(data|set|sampler)\) //? (?![\w.]*(global|total|effective))"
+    r"[\w.\['\"]*(batch|bs)[\w'\"\]]*",
+    re.I,
+)
 SCHEDULES = re.compile("step|iter|optim|sched", re.I)
 # A batch's size for a rank beside that of all ranks, and not in its place.
 GLOBAL_BATCH = re.compile(
@@ -150,8 +157,10 @@ def choices(code: Code) -> Found:
         is_choice = OF_A_SHARE.match(test) and re.search("save|best", ast.unparse(above[-1]))
         what = ast.unparse(node) if is_choice or isinstance(node, ast.Call) else ""
         value = what if is_choice else "".join(STEPS_BY.findall(what))
-        if value and not _is_agreed(_names(value), code.text):
-            yield "chooses by a share", node, {"what": what, "guessed": "evaluation"}
+        is_of_training = value and not re.search("val|test", value)
+        if is_of_training and not _is_agreed(_names(value), code.text):
+            facts = {} if "train" in value else {"guessed": "evaluation"}
+            yield "chooses by a share", node, facts | {"what": what}
 
 
 def stops(code: Code) -> Found:
@@ -274,6 +283,13 @@ def loads(code: Code) -> Found:
             yield "loads onto one GPU", call, {"tests": bool(OF_A_TEST.search(where))}
 
 
+def resumes(code: Code) -> Found:
+    """Find states of optimizers that one rank alone loads. DDP sends the others weights alone."""
+    for call, name, above in _calls(code.tree):
+        if re.search(r"opt\w*\.load_state_dict$", name) and _is_of_rank_0(call, above, code):
+            yield "resumes on one rank", call, {}
+
+
 def saves(code: Code) -> Found:
     """Find models that are saved or loaded with the names of their wrapper, and not the other."""
     wrapped = dict[str, tuple[int, ast.AST]]()  # the line and the function that wrap each model
@@ -287,7 +303,12 @@ def saves(code: Code) -> Found:
         if not is_choice and not re.search("hasattr|isinstance|distributed|world", tests):
             calls[name].append((call, above[0]))
     for model, (line, scope) in wrapped.items():
-        saved = [call for call, _ in calls[f"{model}.state_dict"] if call.lineno > line]
+        is_local = "." not in model and not isinstance(scope, ast.Module)
+        saved = [
+            call
+            for call, place in calls[f"{model}.state_dict"]
+            if call.lineno > line and (place is scope or not is_local)
+        ]
         loads = calls[f"{model}.load_state_dict"]
         for call in saved if not loads else ():
             yield "names of the wrapper", call, {}
@@ -326,8 +347,17 @@ def downloads(code: Code) -> Found:
         if not asks and not (DOWNLOADS.fullmatch(name) and is_called):
             continue
         if not _is_of_rank_0(call, above, code) and not FIRST.search(code.whole):
-            facts = {"ranks": "0 and 1", "name": name, "level": "WARN" if asks else "NOTE"}
-            yield "every rank downloads", call, facts | {"read": True}
+            facts = {"ranks": "0 and 1", "name": name, "level": "NOTE", "read": True}
+            yield "every rank downloads", call, facts
+
+
+def batches(code: Code) -> Found:
+    """Find loaders of shares whose batch is as large as that of all ranks."""
+    for call, name, _ in _calls(code.tree):
+        passed = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        size = passed.get("batch_size", "")
+        if "Loader" in name and "sampler" in passed and re.search(rf"\* .*{RANKS}", size, re.I):
+            yield "batch of all ranks", call, {"what": size}
 
 
 def schedules(code: Code) -> Found:
@@ -358,9 +388,11 @@ RULES = (
     divisions,
     averages,
     loads,
+    resumes,
     saves,
     samplers,
     downloads,
+    batches,
     schedules,
     seeds,
 )

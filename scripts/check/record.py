@@ -53,7 +53,7 @@ class State:
 
 state = State()
 at_the_end: list[Callable[[], None]] = []
-observers: list[Callable[[Any, Any], None]] = []  # of torch's functions and first arguments
+observers: list[Callable[[Any, Any, Any], None]] = []  # of torch's functions
 _lock = threading.RLock()
 _exit = os._exit  # which the script calls, too
 

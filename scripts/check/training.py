@@ -36,6 +36,7 @@ COLLECTIVES = (
 SENT = ("obj", "tensor", "input_tensor", "input", "input_list")  # arguments that a rank gives
 MOST_VALUES = 64  # of a result of an evaluation
 SHOWN = 40  # steps of an optimizer that are compared
+STEPS = (40, 200)  # after which a run ends: with smaller numbers, and with the script's own
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -46,6 +47,7 @@ backends: list[str] = []  # that the script asks for
 names: dict[int, str] = {}  # of parameters, by their id
 owners: dict[int, "Watched"] = {}  # the wrapper that averages a parameter, by its id
 _storages: dict[int, "Watched"] = {}  # the same, by the address of its values
+_gathered: dict[int, tuple[Any, str]] = {}  # what ranks gathered, and the line, by its id
 _counted = record.Nested()
 _forwards = record.Nested()
 _backwards = record.Nested()  # checkpointing computes a part of the forward again in them
@@ -93,7 +95,7 @@ def _count(real: Any, *args: Any, **keywords: Any) -> Any:
     if re.fullmatch(BETWEEN_TWO, name):
         record.tell("sent between two")
         return real(*args, **keywords)
-    state.clock += passed.get("group") in (None, dist.group.WORLD)
+    state.clock += dist.get_world_size(passed.get("group")) == state.world
     if re.search("reduce|gather", name):
         elements = sent.numel() if isinstance(sent, Tensor) else 0
         facts = {"values": _numbers(sent), "mean": "AVG" in str(passed.get("op"))}
@@ -103,17 +105,18 @@ def _count(real: Any, *args: Any, **keywords: Any) -> Any:
         facts["evaluates"] = all(p.evaluated or p.mode is False for p in loaders.latest)
         facts["lines"] = list(itertools.islice(record.frames(), 2))  # of a helper, and its call
         record.tell("combined", elements=elements, **facts)
-    needs = isinstance(sent, Tensor) and sent.requires_grad and sent.dim() > 1
-    is_loss = torch.is_grad_enabled() and all(item.mode is not False for item in loaders.latest)
-    if name.startswith("all_gather") and needs and is_loss:
-        record.tell("gathered without gradients")
     if "object" in name and "nccl" in backends:  # by default objects go over the CPU
         device = pretend.visible()[pretend.use()]
         record.tell("objects over one GPU", same=(state.node, device), device=device)
     if name == "new_group":
         passed["backend"] = "gloo"
     with _counted:
-        return real(**passed)
+        result = real(**passed)
+    if name.startswith("all_gather") and isinstance(sent, Tensor) and sent.requires_grad:
+        line = next(record.frames(), "")
+        got = passed.get("tensor_list") or [passed.get("output_tensor")]
+        _gathered.update({id(tensor): (tensor, line) for tensor in got})
+    return result
 
 
 for _name in filter(re.compile(f"{COLLECTIVES}|{BETWEEN_TWO}|new_group").fullmatch, dir(dist)):
@@ -123,14 +126,28 @@ for _name in filter(re.compile(f"{COLLECTIVES}|{BETWEEN_TWO}|new_group").fullmat
 dist.is_nccl_available = lambda: True
 
 
-def _observe(func: Any, first: Any) -> None:
-    """Note a change of a wrapped parameter, the first argument of a function."""
-    name = getattr(func, "__name__", "")
+def _observe(func: Any, args: Any, result: Any) -> None:
+    """Note a change of a wrapped parameter, and a loss of what was gathered."""
+    name, first = getattr(func, "__name__", ""), args[0] if args else None
     sets = name[-1:] == "_" != name[-2:-1] or name in WRITES or func == SET_DATA
     if sets and not _stepping and isinstance(first, Tensor) and name != "requires_grad_":
         with contextlib.suppress(RuntimeError):  # not every tensor has an address
             if owner := owners.get(id(first)) or _storages.get(first.data_ptr()):
                 owner.note("L")
+    if _gathered and args and torch.is_grad_enabled():
+        _follow(args, result)
+
+
+def _follow(args: Any, result: Any) -> None:
+    """Tell when a loss is made of what was gathered, without the gradient of any rank."""
+    parts = args[0] if isinstance(args[0], list | tuple) else args
+    lines = [_gathered[id(part)][1] for part in parts if id(part) in _gathered]
+    if not lines or not isinstance(result, Tensor) or result is args[0]:
+        return
+    if not result.requires_grad:
+        _gathered[id(result)] = result, lines[0]
+    elif parts is args:  # in a list, the rank's own tensor has taken the place of its copy
+        record.tell("gathered without gradients", line=lines[0])
 
 
 record.observers.append(_observe)
@@ -245,19 +262,21 @@ register_module_forward_hook(_module_ends, always_call=True)
 
 
 @replaces(nn.Module)
-def load_state_dict(real: Any, self: Any, values: Any, *args: Any, **keywords: Any) -> Any:
-    if values is pretend.NO_WEIGHTS:
+def load_state_dict(real: Any, self: Any, state_dict: Any, *args: Any, **keywords: Any) -> Any:
+    if state_dict is pretend.NO_WEIGHTS:
         with loaders.randomness_kept():  # equal on all ranks, as the real weights would be
             torch.random.default_generator.manual_seed(0)
             self.apply(lambda part: getattr(part, "reset_parameters", int)())
         return _IncompatibleKeys([], [])
-    return real(self, values, *args, **keywords)
+    return real(self, state_dict, *args, **keywords)
 
 
 @replaces(torch.autograd)
 def backward(real: Any, *args: Any, **keywords: Any) -> Any:
     if not _backwards.depth:  # not in the backward that checkpointing makes within another
-        loaders.backward_begins()
+        called = [item for item in wrappers if re.search("[FfP]", item.calls)]
+        is_apart = bool(wrappers) and all(item.has_stepped for item in called)
+        loaders.backward_begins(is_apart)
         for item in wrappers:
             item.note("B" if item.ddp.require_backward_grad_sync else "b")
     with _backwards:
@@ -298,7 +317,10 @@ def _name_all() -> None:
     """Name parameters by the variables in which the script holds their models."""
     found = dict[int, str]()
     for frame in record.calls():
-        held = {**frame.f_globals, **frame.f_locals}
+        local = frame.f_locals
+        held = {**frame.f_globals, **local}
+        if type(local) is dict and local is not frame.f_globals:
+            local.clear()  # a copy, which before Python 3.13 the frame would keep
         held |= getattr(held.get("self"), "__dict__", {})
         for variable, model in held.items():
             if isinstance(model, nn.Module):
@@ -319,6 +341,7 @@ def _belongs(parameter: Tensor) -> str:
 
 
 def _step_begins(optimizer: Any, args: Any, keywords: Any) -> None:
+    _gathered.clear()
     loaders.tell_draws("between a batch and its step, as for noise or dropout", _began)
     if not _turns[optimizer]:
         _name_all()
@@ -340,8 +363,9 @@ def _step_ends(optimizer: Any, args: Any, keywords: Any) -> None:
     stepped = _stepping.pop()
     if _stepping or not state.groups:  # an optimizer inside of another, or an example before DDP
         return
-    values = [{**facts, "after": _sums(p)} for p, facts in stepped]
     _turns[optimizer] += 1
+    is_shown = _turns[optimizer] <= SHOWN
+    values = [{**facts, "after": _sums(p)} for p, facts in stepped if is_shown]
     facts: dict[str, Any] = {"turn": (list(_turns).index(optimizer), _turns[optimizer])}
     facts["rates"] = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
     facts["logs"] = [(item.calls, item.lines) for item in wrappers]
@@ -350,8 +374,9 @@ def _step_ends(optimizer: Any, args: Any, keywords: Any) -> None:
         item.has_stepped = True
     _began.clear()
     state.steps += 1
-    if _turns[optimizer] >= SHOWN:
-        record.leave("cut", message=f"what follows after {SHOWN} steps: the check ended there")
+    most = STEPS[not state.is_small]
+    if _turns[optimizer] >= most:
+        record.leave("cut", message=f"what follows after {most} steps: the check ended there")
 
 
 before_step(_step_begins)

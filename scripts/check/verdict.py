@@ -223,8 +223,10 @@ def by_ranks(report: Facts) -> Found:
         has_run = event["line"] in lines
         if event.get("guessed") in seen or (event.get("read") and has_run):
             continue  # what was read in the code has run, and said what it is
-        if event.get("tests") and not has_run:
-            continue  # one process may call it after the training
+        if event["kind"] == "loads onto one GPU" and not has_run:
+            if event["tests"]:  # one process may call it after the training
+                continue
+            event = event | {"level": "NOTE"}
         if "same" not in event:
             yield event["kind"], event
         else:
@@ -365,10 +367,14 @@ def shares(report: Facts) -> Found:
             level = "WRONG" if is_split and not doubled else "WARN"
             facts = {"equal": equal, "count": len(contents[0]), "level": level}
             yield "other data", {**first, **facts}
-        elif not first["divided"]:  # a rank may use its part of a batch that all have drawn
+        elif (
+            not first["divided"] and not first["is_apart"]
+        ):  # a rank may use its part of a batch that all have drawn
             for one, other in combinations(items, 2):
                 both = len({*map(str, one["samples"])} & {*map(str, other["samples"])})
-                if both > max(world, len(one["samples"]) * 3 / 4):  # not by chance
+                # The shares of a whole set have nothing in common, but for what fills them up.
+                is_whole = abs(sum(map(len, drawn)) - first["whole_length"]) <= world
+                if both > (world if is_whole else max(world, len(one["samples"]) * 3 / 4)):
                     what = f"ranks {one['rank']} and {other['rank']} draw {both} equal samples"
                     what += f" of {len(one['samples'])} each"
                     yield "equal shares", {**first, "what": what}

@@ -107,6 +107,16 @@ scheduler = OneCycleLR(optimizer, 0.1, epochs=args.epochs, steps_per_epoch=len(l
 scaler = torch.amp.GradScaler("cuda")
 other = DistributedDataParallel(network().cuda())
 second = torch.optim.Adam(other.parameters(), betas=(0.5, 0.9))
+plain = copy.deepcopy(other.module)  # which all ranks train alike
+third = torch.optim.SGD(plain.parameters(), 0.1)
+for images, labels in DataLoader(Images(64), 32):
+    F.cross_entropy(plain(images.cuda()), labels.cuda()).backward()
+    third.step()
+    third.zero_grad()
+for images, labels in loader:  # in the order of epoch 0, before it
+    F.cross_entropy(other(images.cuda()), labels.cuda()).backward()
+    second.step()
+    second.zero_grad()
 
 for epoch in range(args.epochs):
     sampler.set_epoch(epoch)
@@ -128,7 +138,11 @@ for epoch in range(args.epochs):
             optimizer.zero_grad()
             average.update_parameters(model)
         second.zero_grad()
-        F.cross_entropy(other(images), labels).backward()
+        outputs = other(images)
+        gathered = [torch.zeros_like(outputs) for _ in range(world_size)]
+        dist.all_gather(gathered, outputs)
+        gathered[rank] = outputs  # so that it has a gradient
+        torch.cat(gathered).square().mean().backward()
         second.step()
 
     for buffer in raw_model.buffers():

@@ -18,7 +18,7 @@ def send(weights: torch.Tensor) -> None:
         dist.broadcast(weights, src=0)
 
 
-rank, _ = start()
+rank, world_size = start()
 verbose = rank == 0
 Path("cache.txt").touch()
 if not os.path.exists("cache.txt"):  # finds: every rank saves
@@ -31,11 +31,16 @@ total_loss, best_loss = 0.0, float("inf")
 if os.path.exists("last.pt"):
     model.load_state_dict(torch.load("last.pt", map_location="cpu"))  # finds: other names
     ema.module.load_state_dict(torch.load("old.pt"))  # finds: loads onto one GPU
+    if rank == 0:
+        optimizer.load_state_dict(torch.load("rank_0.pt"))  # finds: resumes on one rank
     from torchvision.datasets import MNIST
 
     MNIST("data", download=True)  # finds: every rank downloads
 train_set, batch_size = Images(600), 10
 sampler = DistributedSampler(train_set)
+whole = DataLoader(  # finds: batch of all ranks
+    train_set, batch_size=batch_size * world_size, sampler=sampler
+)
 test_sampler = DistributedSampler(train_set)  # finds: evaluates a share
 total_steps = 2 * len(train_set) // batch_size  # finds: steps of all ranks
 for step, _ in enumerate(DataLoader(train_set, batch_size, sampler=sampler)):

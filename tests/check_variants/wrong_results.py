@@ -1,4 +1,4 @@
-"""Each rank has statistics of its own, evaluates its own inputs, and stops by its own result."""
+"""Each rank has statistics, an order and inputs of its own, and stops by its own result."""
 
 import torch
 import torch.distributed as dist
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from common import Images, batch, loss_of, network, start
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 rank, world_size = start()
 model = network(nn.BatchNorm1d(16)).cuda()
@@ -32,6 +32,13 @@ for step in range(2):
         print(model(batch(rank, 10 + step)[0]).mean())  # finds: evaluates a share
     model.train()
     loss_of(model, rank, step).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+images = Images(640)
+order = DistributedSampler(images, seed=rank)
+for inputs, labels in DataLoader(images, 64, sampler=order):  # finds: equal shares
+    F.cross_entropy(model(inputs.cuda()), labels.cuda()).backward()
     optimizer.step()
     optimizer.zero_grad()
 
