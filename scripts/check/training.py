@@ -1,6 +1,7 @@
 """Watch the training: collectives, what goes through and past the wrapper, and each step."""
 
 import contextlib
+import inspect
 import itertools
 import os
 import re
@@ -319,8 +320,8 @@ def _name_all() -> None:
     for frame in record.calls():
         local = frame.f_locals
         held = {**frame.f_globals, **local}
-        if type(local) is dict and local is not frame.f_globals:
-            local.clear()  # a copy, which before Python 3.13 the frame would keep
+        if type(local) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+            local.clear()  # a copy, which a function's frame would keep before Python 3.13
         held |= getattr(held.get("self"), "__dict__", {})
         for variable, model in held.items():
             if isinstance(model, nn.Module):
