@@ -247,7 +247,7 @@ def averages(code: Code) -> Found:
             combined[ast.unparse(call.args[0]), above[0]].append(call)
     helpers = {getattr(scope, "name", "") for _, scope in combined}
     for node, above in _nodes(code.tree):
-        if not isinstance(node, ast.stmt) or isinstance(node, (*SCOPES, ast.For, ast.While)):
+        if not isinstance(node, ast.Assign | ast.AugAssign | ast.Return | ast.Expr):
             continue
         text = ast.unparse(node)
         is_divided = BY_RANKS.search(text)
