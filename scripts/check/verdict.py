@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import combinations, dropwhile, product, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -445,27 +445,19 @@ def evaluation(report: Facts) -> Found:
 
 
 def _tested_inputs(report: Facts) -> Found:
-    """Find a share that each rank evaluates without a DataLoader, and that nothing combines."""
-    rounds = [list(_evaluations(report, rank)) for rank in range(report["world"])]
-    for parts in zip(*rounds, strict=False):
-        inputs = [{str(e["digests"]) for e in part if "digests" in e} for part in parts]
-        is_combined = any(event["kind"] == "combined" for part in parts for event in part)
-        if not is_combined and not set.intersection(*inputs):
-            what = "each rank evaluates its own inputs, and nothing combines the results"
-            yield "evaluates a share", {**parts[0][0], "what": what}
+    """Find a share that each rank first evaluates without a DataLoader, and nothing combines."""
+    inputs = []
+    for rank in range(report["world"]):
+        events = events_of(report, "tested input", "combined", "input", "step")
+        own = (event for event in events if event["rank"] == rank)
+        rest = list(dropwhile(lambda event: event["kind"] != "tested input", own))
+        part = list(takewhile(lambda event: event["kind"] not in ("input", "step"), rest))
+        if part == rest or any(event["kind"] == "combined" for event in part):
             return
-
-
-def _evaluations(report: Facts, rank: int) -> Iterator[list[Facts]]:
-    """Yield what a rank told from each evaluation without a DataLoader on, until it trained."""
-    found: list[Facts] = []
-    for event in events_of(report, "tested input", "combined", "input", "step"):
-        kind = event["kind"] if event["rank"] == rank else ""
-        if kind == "tested input" or (found and kind == "combined"):
-            found.append(event)
-        elif found and kind in ("input", "step"):
-            yield found
-            found = []
+        inputs.append({str(event["digests"]) for event in part})
+    if not set.intersection(*inputs):
+        what = "each rank evaluates its own inputs, and nothing combines the results"
+        yield "evaluates a share", {**part[0], "what": what}
 
 
 def _alone(report: Facts) -> Found:
