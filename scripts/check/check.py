@@ -101,7 +101,7 @@ def check(script: Path, package: str | None, args: argparse.Namespace) -> verdic
             wanted = wanted | {"finds_unused": True}
         elif has_failed and is_small and ("group" in kinds or has_changes):
             wanted = wanted | {"size": 1}
-        elif "error" in hows and "pass" in kinds:
+        elif "error" in hows and ("pass" in kinds or has_changes):
             wanted = wanted | {"size": 2}
         for end in report["ends"].values():
             if "wants" in end:

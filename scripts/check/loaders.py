@@ -410,11 +410,18 @@ def next_index(real: Any, self: Any) -> Any:
 
 
 @replaces(data.DataLoader, name="__iter__")
-def batches(real: Any, self: Any) -> Iterator[Any]:
+def begin(real: Any, self: Any) -> Iterator[Any]:
+    """Begin a pass over a loader at once, as the real one does."""
+    iterator = real(self)
+    iterator._pass = Pass(self)
+    _unused[self._facts["made_at"]] = 0
+    return batches(self, iterator)
+
+
+def batches(self: Any, iterator: Any) -> Iterator[Any]:
     """Yield the batches of a loader, and note what was drawn."""
-    iterator, item = real(self), Pass(self)
-    _unused[item.facts["made_at"]] = 0
-    iterator._pass, facts = item, item.facts
+    item = iterator._pass
+    facts = item.facts
     worker = in_worker(self, iterator._base_seed) if facts["workers"] else None
     _open.append(item)
     try:

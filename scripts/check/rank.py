@@ -157,7 +157,8 @@ def compiled(data: Any, path: str) -> types.CodeType:
             made = [one.lineno for one in node.body if MAKES.match(ast.unparse(one))]
             files.looks |= {record.place(path, node.lineno)} if made else set()
             files.makes |= {record.place(path, line) for line in made}
-            if not made and WRITES.search("".join(map(ast.unparse, node.body))):
+            body = "".join(map(ast.unparse, node.body))
+            if not made and WRITES.search(body) and not re.search("if .*(rank|gpu|main)", body):
                 files.caches.add(record.place(path, node.lineno))
     return compile(project.bounded_code(text), path, "exec", dont_inherit=True)
 

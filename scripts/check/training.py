@@ -97,7 +97,7 @@ def _count(real: Any, *args: Any, **keywords: Any) -> Any:
         record.tell("sent between two")
         return real(*args, **keywords)
     state.clock += dist.get_world_size(passed.get("group")) == state.world
-    if re.search("reduce|gather", name):
+    if re.search("reduce|gather|broadcast", name):
         elements = sent.numel() if isinstance(sent, Tensor) else 0
         facts = {"values": _numbers(sent), "mean": "AVG" in str(passed.get("op"))}
         facts["reduces"] = "reduce" in name
@@ -105,7 +105,8 @@ def _count(real: Any, *args: Any, **keywords: Any) -> Any:
         facts["rows"] = len(sent) if isinstance(sent, Tensor) and sent.dim() else 1
         facts["evaluates"] = all(p.evaluated or p.mode is False for p in loaders.latest)
         facts["lines"] = list(itertools.islice(record.frames(), 2))  # of a helper, and its call
-        record.tell("combined", elements=elements, **facts)
+        kind = "sent to all" if name.startswith("broadcast") else "combined"
+        record.tell(kind, elements=elements, **facts)
     if "object" in name and "nccl" in backends:  # by default objects go over the CPU
         device = pretend.visible()[pretend.use()]
         record.tell("objects over one GPU", same=(state.node, device), device=device)
@@ -225,7 +226,8 @@ def _is_wrapped(module: nn.Module) -> bool:
 def _module_begins(module: nn.Module, inputs: Any) -> None:
     grads = torch.is_grad_enabled()
     trains = grads and any(p.requires_grad for p in module.parameters())
-    if not _forwards.depth and not _backwards.depth:
+    has_parameters = next(module.parameters(), None) is not None  # a transform has none
+    if has_parameters and not _forwards.depth and not _backwards.depth:
         modes = [part.training for part in module.modules() if isinstance(part, NORMS + DROPOUTS)]
         mode = any(modes) if modes else None
         is_of_batch = loaders.forward_begins(grads, mode)

@@ -21,6 +21,7 @@ NO_GPU = re.compile("NVIDIA|CUDA|nvcc|Triton|cudnn|pretended")
 NO_ATTRIBUTE = r"'DistributedDataParallel' object has no attribute '(\w+)'"
 WHOLE = {"ended", "cut"}  # how a rank ends whose run was judged
 METRICS = 8  # of an evaluation at most; more numbers are the results of samples
+PART = {"elements": 0, "values": [], "mean": False, "reduces": False, "to_one": True, "lines": []}
 TWO = "two forwards or backwards"
 # Why gradients differ, by the calls since the step before: forwards are F, under no_sync f, past
 # the wrapper P, and backwards B, under no_sync b. The verdict names the line of the first match.
@@ -518,12 +519,17 @@ def _combined(report: Facts, item: Facts, is_over: bool = False) -> list[Facts] 
     None if the run failed before the training went on.
     """
     events = [event for event in report["events"] if event["rank"] == item["rank"]]
-    rest = events[events.index(item) :]
-    until = min((e["clock"] for e in rest if e["kind"] == "step"), default=math.inf)
-    if until == math.inf and not {end["how"] for end in report["ends"].values()} <= WHOLE:
+    at = events.index(item)
+    after = list(takewhile(lambda event: event["kind"] != "step", events[at:]))
+    is_last = len(after) == len(events) - at
+    if is_last and not {end["how"] for end in report["ends"].values()} <= WHOLE:
         return None
-    those = [e for e in (rest if is_over else events) if e["kind"] == "combined"]
-    return [e for e in those if e["evaluates"] and item["begun"] < e["clock"] <= until]
+    during = [event for event in events[:at] if item["begun"] < event["clock"]]
+    found = after if is_over else during + after
+    # Rank 0 may read what each rank has written into a file of its own.
+    parts = [PART | event for event in found if event["kind"] == "writes a part"]
+    kinds = ("combined", "sent to all")
+    return parts + [e for e in found if e["kind"] in kinds and e["evaluates"]]
 
 
 def _is_mean_of_means(report: Facts, items: list[Facts], counts: list[int]) -> bool:
