@@ -103,6 +103,7 @@ def test_a_right_script_is_clean_from_any_folder_and_what_is_not_seen_is_said(tm
     text = succeed(sys.executable, CHECK, "../own/right.py", cwd=other).text
     assert "OK     nothing wrong was seen" in text
     assert "autocast (it computed in float32)" in text
+    assert "a run with smaller numbers, which failed" not in text
     assert sorted(path.name for path in own.iterdir()) == ["common.py", "right.py"]
 
 

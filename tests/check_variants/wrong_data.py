@@ -14,6 +14,16 @@ from torch.utils.data import DataLoader, DistributedSampler, random_split
 from torch.utils.tensorboard import SummaryWriter
 
 EPOCHS = 2
+
+
+class Changed(Images):
+    """Its transform is a module, as those of torchvision are."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        image, label = super().__getitem__(index)
+        return nn.Identity()(image), label
+
+
 dist.init_process_group("nccl")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 torchvision.datasets.MNIST("data", download=True)  # finds: every rank downloads
@@ -41,8 +51,12 @@ model = DistributedDataParallel(  # finds: two ranks on one device
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
 
+changed = Changed(640)
+beside = DataLoader(changed, 64, sampler=DistributedSampler(changed))  # finds: no set_epoch
+
+
 def train(loader: DataLoader) -> None:
-    for images, labels in loader:
+    for (images, labels), _ in zip(loader, beside, strict=False):
         loss = F.cross_entropy(model(images.cuda()), labels.cuda())
         loss.backward()
         optimizer.step()
