@@ -194,7 +194,8 @@ def test_the_nine_changes_make_a_script_for_ddp(run_ranks, tmp_path):
     statuses, output = run_ranks(script, 2, cwd=tmp_path)
     assert statuses == [0, 0]
     results = [f"[{rank}, 143.0, True, 15, 0.5]" for rank in (0, 1)]
-    assert sorted(output.splitlines()) == results
+    # Two ranks may print their lines before one of them ends its line.
+    assert sorted(re.findall(r"\[.*?\]", output)) == results
     assert {*torch.load(tmp_path / "model.pt")} > {"0.weight", "1.running_mean"}
 
 
