@@ -62,7 +62,7 @@ def name_of(path: Any) -> str:
 
 
 def _redirected(uses: str, real: Any, *args: Any, **keywords: Any) -> Any:
-    line = next(record.frames(), "") if looks | caches and not unwatched.depth else ""
+    line = next(record.frames(), "") if (looks or caches) and not unwatched.depth else ""
     if keywords.get("dir_fd") is not None:  # a name in a folder that is open
         return real(*args, **keywords)
     paths = [place_of(path, use) for path, use in zip(args, uses, strict=False)]

@@ -368,12 +368,11 @@ def shares(report: Facts) -> Found:
             level = "WRONG" if is_split and not doubled else "WARN"
             facts = {"equal": equal, "count": len(contents[0]), "level": level}
             yield "other data", {**first, **facts}
-        elif (
-            not first["divided"] and not first["is_apart"]
-        ):  # a rank may use its part of a batch that all have drawn
+        # A rank may use its part of a batch that all have drawn, and train another model alike.
+        elif not first["divided"] and not first["is_apart"]:
             for one, other in combinations(items, 2):
                 both = len({*map(str, one["samples"])} & {*map(str, other["samples"])})
-                # The shares of a whole set have nothing in common, but for what fills them up.
+                # Shares of one whole set have only the padding of the sampler in common.
                 is_whole = abs(sum(map(len, drawn)) - first["whole_length"]) <= world
                 if both > (world if is_whole else max(world, len(one["samples"]) * 3 / 4)):
                     what = f"ranks {one['rank']} and {other['rank']} draw {both} equal samples"
