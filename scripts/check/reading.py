@@ -7,9 +7,9 @@ import ast
 import contextlib
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,12 @@ import project
 
 Above = tuple[ast.AST, ...]  # what a node stands in, the outermost first, from its function on
 Found = Iterator[tuple[str, ast.AST, dict[str, Any]]]  # a kind, where, and the facts of its line
-SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+SCOPES = (*DEFINITIONS, ast.Lambda)
+LEAVES = (ast.Return, ast.Continue)
 # A condition that holds on one rank, or on all but one.
 ON_A_RANK = (
-    r"(rank|gpu)[\w'\")(\[\]]*( % [\w.]+)? (==|!=|<|<=|>) 0\b"
+    r"(rank|gpu)[\w'\")(\[\]]*( % [\w.]+)? (==|!=|<=|>) 0\b"
     r"|rank[\w'\")(]* (not )?in [\[({]-?[01]\b"
     r"|not [\w.]*rank\w*(\(\))?$|is_?(main|master|primary|root|chief|rank)|rank_?(zero|0)\b"
     r"|(main|master)_(process|proc|rank|node|gpu)"
@@ -29,6 +31,7 @@ OF_OTHERS = re.compile(r"(rank|gpu)\S* (!=|>|not in)|not \S*is_?\w+|not \S*(main
 COLLECTIVE = re.compile(
     r"(torch\.)?(dist|distributed|c10d)\."
     r"((monitored_)?barrier|all_\w+|broadcast\w*|reduce\w*|gather\w*|scatter\w*)"
+    r"|((comm|utils?|misc)\.)?(barrier|synchronize)"
 )
 RANKS = "(world|gpus|procs|ranks|replicas|device_count)"  # what the number of ranks is called
 BY_RANKS = re.compile(rf"( /=? |div_?\()[\w.()]*{RANKS}", re.I)
@@ -44,8 +47,8 @@ OF_EVALUATION = re.compile("val(?!ue)|test|eval|dev(?!ice)|best", re.I)
 AGREES = r"((?<!dist\.)(?<!distributed\.)reduc|gather|broadcast|sync)"
 DECIDES = re.compile("patience|early_?stop|best|plateau", re.I)
 LOADS_MODEL = re.compile(r"state_dict|(self\.|model|net|checkpoint|ckpt)\w* = torch\.load\(")
-OF_A_TEST = re.compile("(?<!la)test|infer|predict|demo|(?<!ri)eval", re.I)
 WRAPPER = re.compile(r"\b(DistributedDataParallel|DDP)\(")
+IS_THERE = re.compile("exist|is_?file|is_?dir|integrity")  # asks for a file
 # What lets one rank come before the others.
 FIRST = re.compile(r"if .*rank.*:\s+.*barrier\(|(main|process|rank|zero)_first")
 DOWNLOADS = re.compile(
@@ -76,32 +79,95 @@ class Code:
     """A file of the project, and what has to be known of the others."""
 
     name: str
-    tree: ast.AST
     text: str
+    nodes: list[tuple[ast.AST, Above]]  # what the script can come to
     whole: str  # the text of all files
     on_a_rank: re.Pattern[str]
+    alone: set[str]  # functions that rank 0 alone calls
 
 
 def read(root: Path, names: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield what is wrong in files of the project, as events that a rank could tell."""
+    """Yield what is wrong in files of the project, as events that a rank could tell.
+
+    The first file is the one that the user starts.
+    """
     texts = {name: project.text_of(root / name) for name in names}
-    trees = dict[str, ast.AST]()
+    trees = dict[str, ast.Module]()
     for name, text in texts.items():
         with contextlib.suppress(SyntaxError, ValueError):  # the run says so
             trees[name] = ast.parse(text)
-    flags = {flag for tree in trees.values() for flag in _flags(tree)}
+            if name != names[0]:
+                trees[name].body = [node for node in trees[name].body if not _is_guarded(node)]
+    words = _reached(trees.values())
+    nodes = {name: list(_nodes(tree, words)) for name, tree in trees.items()}
+    flags = {flag for each in nodes.values() for flag in _flags(each)}
     on_a_rank = re.compile("|".join([ON_A_RANK, *(rf"\b{flag}\b" for flag in sorted(flags))]), re.I)
-    for name, tree in trees.items():
-        code = Code(name, tree, texts[name], "\n".join(texts.values()), on_a_rank)
-        for rule in RULES:
-            for kind, node, facts in rule(code):
-                line = f"{name}:{getattr(node, 'lineno', 1)}"
-                yield {"kind": kind, "rank": 0, "clock": -1, "line": line} | facts
+    whole, alone = "\n".join(texts.values()), set[str]()
+    codes = [Code(name, texts[name], nodes[name], whole, on_a_rank, alone) for name in nodes]
+    _add_alone(codes, alone)
+    for code, rule in product(codes, RULES):
+        for kind, node, facts in rule(code):
+            line = f"{code.name}:{getattr(node, 'lineno', 1)}"
+            yield {"kind": kind, "rank": 0, "clock": -1, "line": line} | facts
 
 
-def _flags(tree: ast.AST) -> Iterator[str]:
+def _is_guarded(node: ast.AST) -> bool:
+    """Whether a module runs a statement only as the main one."""
+    return isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+
+
+def _is_special(node: ast.AST, parent: ast.AST) -> bool:
+    """Whether a class has a method that Python or PyTorch calls."""
+    name = getattr(node, "name", "")
+    return isinstance(parent, ast.ClassDef) and (name == "forward" or name.startswith("__"))
+
+
+def _reached(trees: Iterable[ast.AST]) -> set[str]:
+    """Return the words of the code that the script can come to.
+
+    A word leads to all functions and classes of that name. It may stand in a text, as in a table
+    of models.
+    """
+    words = defaultdict[str, set[str]](set)  # in each function and class, by its name
+
+    def add(node: ast.AST, owner: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            inner = owner
+            if isinstance(child, DEFINITIONS) and not _is_special(child, node):
+                inner = child.name
+                words[owner] |= {inner} if child.decorator_list else set()  # perhaps for a table
+            text = getattr(child, "id", getattr(child, "attr", getattr(child, "value", "")))
+            words[inner] |= {*re.findall(r"\w+", text)} if isinstance(text, str) else set()
+            words[inner] |= {child.name} if isinstance(child, ast.alias) else set()
+            add(child, inner)
+
+    for tree in trees:
+        add(tree, "")
+    found, todo = set[str](), [""]
+    while todo:
+        new = words[todo.pop()] - found
+        found |= new
+        todo += new & words.keys()
+    return found
+
+
+def _add_alone(codes: list[Code], alone: set[str]) -> None:
+    """Add the names of functions that rank 0 alone calls, also by another one of them."""
+    calls = defaultdict(list)
+    for code in codes:
+        for call, name, above in _calls(code):
+            calls[name.rpartition(".")[2]].append((call, above, code))
+    size = -1
+    while size < len(alone):
+        size = len(alone)
+        for name, places in calls.items():
+            if name not in alone and all(_is_of_rank_0(*place) for place in places):
+                alone.add(name)
+
+
+def _flags(nodes: list[tuple[ast.AST, Above]]) -> Iterator[str]:
     """Yield the names of variables that are true on one rank, such as ``verbose = rank == 0``."""
-    for node, _ in _nodes(tree):
+    for node, _ in nodes:
         if not isinstance(node, ast.Assign):
             continue
         value = ast.unparse(node.value)
@@ -110,16 +176,16 @@ def _flags(tree: ast.AST) -> Iterator[str]:
             yield from (re.findall(r"\w+", ast.unparse(target))[-1] for target in node.targets)
 
 
-def _nodes(node: ast.AST, above: Above = ()) -> Iterator[tuple[ast.AST, Above]]:
-    """Yield each node below this one, with what it stands in."""
-    above = (*above, node)
+def _nodes(node: ast.AST, words: set[str], above: Above = ()) -> Iterator[tuple[ast.AST, Above]]:
+    """Yield each node below this one, with what it stands in, but no function without a word."""
     for child in ast.iter_child_nodes(node):
-        yield child, above
-        yield from _nodes(child, () if isinstance(child, SCOPES) else above)
+        if not isinstance(child, DEFINITIONS) or child.name in words or _is_special(child, node):
+            yield child, (*above, node)
+            yield from _nodes(child, words, () if isinstance(child, SCOPES) else (*above, node))
 
 
-def _calls(tree: ast.AST) -> Iterator[tuple[ast.Call, str, Above]]:
-    for node, above in _nodes(tree):
+def _calls(code: Code) -> Iterator[tuple[ast.Call, str, Above]]:
+    for node, above in code.nodes:
         if isinstance(node, ast.Call):
             yield node, ast.unparse(node.func), above
 
@@ -131,15 +197,30 @@ def _conditions(node: ast.AST, above: Above) -> list[tuple[str, bool]]:
     return [(ast.unparse(test), is_else) for test, is_else in found]
 
 
+def _left_before(node: ast.AST, above: Above) -> Iterator[tuple[str, bool]]:
+    """Yield the conditions under which lines before a node leave its function or loop."""
+    for one, inner in pairwise((*above, node)):
+        body = getattr(one, "body", [])
+        for at in range(body.index(inner) if isinstance(body, list) and inner in body else 0):
+            if isinstance(body[at], ast.If) and isinstance(body[at].body[-1], LEAVES):
+                yield ast.unparse(body[at].test), True
+
+
 def collectives(code: Code) -> Found:
     """Find those that one rank calls, in functions in which the others call none."""
     by_scope = defaultdict(list)
-    for call, name, above in _calls(code.tree):
-        tests = [pair for pair in _conditions(call, above) if code.on_a_rank.search(pair[0])]
-        has_group = any(keyword.arg == "group" for keyword in call.keywords)
-        if COLLECTIVE.fullmatch(name) and tests and not has_group:
-            test, is_else = tests[-1]
+    for call, name, above in _calls(code):
+        if not COLLECTIVE.fullmatch(name) or any(word.arg == "group" for word in call.keywords):
+            continue
+        conditions = [*_left_before(call, above), *_conditions(call, above)]
+        of_rank = [pair for pair in conditions if code.on_a_rank.search(pair[0])]
+        if of_rank:
+            test, is_else = of_rank[-1]
             by_scope[above[0]].append((call, name, bool(OF_OTHERS.search(test)) != is_else))
+        elif any(IS_THERE.search(test) and (test[:4] == "not ") != no for test, no in conditions):
+            what = f"{name} is called only where a file is missing, and a rank that looks later "
+            what += "may find it"
+            yield "other collectives", call, {"what": what, "level": "NOTE"}
     for calls in by_scope.values():
         if len({is_of_others for *_, is_of_others in calls}) == 1:
             for call, name, _ in calls:
@@ -149,7 +230,7 @@ def collectives(code: Code) -> Found:
 
 def choices(code: Code) -> Found:
     """Find where a result decides, as on the best checkpoint or on an end of the training."""
-    for node, above in _nodes(code.tree):
+    for node, above in code.nodes:
         is_order = isinstance(node, ast.Compare) and isinstance(node.ops[0], ORDERS)
         test = ast.unparse(node) if is_order else ""
         if DECIDES.search(test):
@@ -165,7 +246,7 @@ def choices(code: Code) -> Found:
 
 def stops(code: Code) -> Found:
     """Find where a rank leaves the training, or a batch, by what it alone knows."""
-    for node, above in _nodes(code.tree):
+    for node, above in code.nodes:
         if isinstance(node, ast.ExceptHandler) and OUT_OF_MEMORY.search(ast.unparse(node)):
             goes_on = any(isinstance(part, ast.Continue) for part in ast.walk(node))
             if goes_on or TRAINS.search(ast.unparse(above[-1])):
@@ -211,13 +292,13 @@ def _is_agreed(names: set[str], text: str) -> bool:
 def _is_set_alone(names: set[str], code: Code, scope: ast.AST) -> bool:
     """Whether one rank alone changes a variable by which the training stops early."""
     names = {name for name in names if re.search("stop|patience|count|wait", name, re.I)}
-    for node, above in _nodes(scope):
+    for node, above in code.nodes if names else ():
         targets = [node.target] if isinstance(node, ast.AugAssign) else getattr(node, "targets", [])
         changed = [ast.unparse(target) for target in targets]
         changed += [ast.unparse(node.func)] if isinstance(node, ast.Call) else []
         words = {*re.findall(r"\w+", " ".join(changed))}
         is_on_a_rank = any(code.on_a_rank.search(test) for test, _ in _conditions(node, above))
-        if names & words and is_on_a_rank:
+        if above[0] is scope and names & words and is_on_a_rank:
             return not _is_agreed(names, code.text)
     return False
 
@@ -225,8 +306,7 @@ def _is_set_alone(names: set[str], code: Code, scope: ast.AST) -> bool:
 def divisions(code: Code) -> Found:
     """Find losses that are divided by the number of ranks, and go into a backward then."""
     flows = defaultdict[ast.AST, set[str]](set)  # variables of which the loss is made, by function
-    nodes = list(_nodes(code.tree))
-    for node, above in reversed(nodes):
+    for node, above in reversed(code.nodes):
         call = ast.unparse(node) if isinstance(node, ast.Call) else ""
         if found := re.fullmatch(r"(.*\()?(\w*loss\w*)\)?\.backward\(.*\)", call):
             flows[above[0]].add(found[2])
@@ -242,11 +322,11 @@ def divisions(code: Code) -> Found:
 def averages(code: Code) -> Found:
     """Find where results are combined, and divided by the number of ranks then. It may be right."""
     combined = defaultdict(list)  # calls of collectives, by what they combine and the function
-    for call, name, above in _calls(code.tree):
+    for call, name, above in _calls(code):
         if COLLECTIVE.fullmatch(name) and call.args:
             combined[ast.unparse(call.args[0]), above[0]].append(call)
     helpers = {getattr(scope, "name", "") for _, scope in combined}
-    for node, above in _nodes(code.tree):
+    for node, above in code.nodes:
         if not isinstance(node, ast.Assign | ast.AugAssign | ast.Return | ast.Expr):
             continue
         text = ast.unparse(node)
@@ -260,13 +340,15 @@ def averages(code: Code) -> Found:
 
 
 def _is_of_rank_0(node: ast.AST, above: Above, code: Code) -> bool:
-    tests = [(t, no) for t, no in _conditions(node, above) if code.on_a_rank.search(t)]
-    return any(bool(OF_OTHERS.search(test)) == is_else for test, is_else in tests)
+    conditions = (*_conditions(node, above), *_left_before(node, above))
+    tests = [(test, is_else) for test, is_else in conditions if code.on_a_rank.search(test)]
+    is_alone = getattr(above[0], "name", "") in code.alone
+    return is_alone or any(bool(OF_OTHERS.search(test)) == is_else for test, is_else in tests)
 
 
 def loads(code: Code) -> Found:
     """Find calls of torch.load that do not say where the tensors go."""
-    for call, name, above in _calls(code.tree) if LOADS_MODEL.search(code.text) else ():
+    for call, name, above in _calls(code) if LOADS_MODEL.search(code.text) else ():
         is_mapped = len(call.args) > 1 or "map_location" in ast.unparse(call)
         if name != "torch.load" or is_mapped or not call.args:
             continue
@@ -279,13 +361,12 @@ def loads(code: Code) -> Found:
         path = ast.unparse(call.args[0])
         is_own = "rank" in path or re.search(rf"\b{re.escape(path)} = .*rank", code.text)
         if not is_right and not is_own:
-            where = f"{code.name} {getattr(above[0], 'name', '')}"
-            yield "loads onto one GPU", call, {"tests": bool(OF_A_TEST.search(where))}
+            yield "loads onto one GPU", call, {}
 
 
 def resumes(code: Code) -> Found:
     """Find states of optimizers that one rank alone loads. DDP sends the others weights alone."""
-    for call, name, above in _calls(code.tree):
+    for call, name, above in _calls(code):
         if re.search(r"opt\w*\.load_state_dict$", name) and _is_of_rank_0(call, above, code):
             yield "resumes on one rank", call, {}
 
@@ -293,11 +374,11 @@ def resumes(code: Code) -> Found:
 def saves(code: Code) -> Found:
     """Find models that are saved or loaded with the names of their wrapper, and not the other."""
     wrapped = dict[str, tuple[int, ast.AST]]()  # the line and the function that wrap each model
-    for node, above in _nodes(code.tree):
+    for node, above in code.nodes:
         if isinstance(node, ast.Assign) and WRAPPER.search(ast.unparse(node.value)):
             wrapped |= {ast.unparse(target): (node.lineno, above[0]) for target in node.targets}
     calls = defaultdict(list)
-    for call, name, above in _calls(code.tree):
+    for call, name, above in _calls(code):
         is_choice = any(isinstance(node, ast.IfExp) for node in above)
         tests = "".join(test for test, _ in _conditions(call, above))
         if not is_choice and not re.search("hasattr|isinstance|distributed|world", tests):
@@ -320,7 +401,7 @@ def saves(code: Code) -> Found:
 
 def samplers(code: Code) -> Found:
     """Find samplers whose epoch no file of the project sets, and shares that none combines."""
-    for node, above in _nodes(code.tree):  # it may be named first, and called later
+    for node, above in code.nodes:  # it may be named first, and called later
         is_class = isinstance(node, ast.Name | ast.Attribute) and not isinstance(above[-1], SCOPES)
         if not is_class or not ast.unparse(node).endswith("DistributedSampler"):
             continue
@@ -328,6 +409,9 @@ def samplers(code: Code) -> Found:
         call = above[-1] if isinstance(above[-1], ast.Call) else node
         if "isinstance(" in ast.unparse(statement):
             continue
+        if re.search(r"\brank=.*local_?rank", ast.unparse(call), re.I):
+            what = "a local rank chooses the share, so all hosts have the same ones"
+            yield "equal shares", call, {"what": what, "level": "NOTE"}
         is_named = isinstance(statement, ast.Assign)
         target = ast.unparse(statement).partition("=")[0] if is_named else ""
         if OF_EVALUATION.search(target):
@@ -341,19 +425,16 @@ def samplers(code: Code) -> Found:
 
 def downloads(code: Code) -> Found:
     """Find downloads of all ranks at once, into one folder. A run that makes them says so."""
-    for call, name, above in _calls(code.tree):
-        asks = "download=True" in map(ast.unparse, call.keywords)
-        is_called = code.whole.count(f"{getattr(above[0], 'name', '')}(") != 1
-        if not asks and not (DOWNLOADS.fullmatch(name) and is_called):
-            continue
-        if not _is_of_rank_0(call, above, code) and not FIRST.search(code.whole):
+    for call, name, above in _calls(code):
+        asks = "download=True" in map(ast.unparse, call.keywords) or DOWNLOADS.fullmatch(name)
+        if asks and not _is_of_rank_0(call, above, code) and not FIRST.search(code.whole):
             facts = {"ranks": "0 and 1", "name": name, "level": "NOTE", "read": True}
             yield "every rank downloads", call, facts
 
 
 def batches(code: Code) -> Found:
     """Find loaders of shares whose batch is as large as that of all ranks."""
-    for call, name, _ in _calls(code.tree):
+    for call, name, _ in _calls(code):
         passed = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
         size = passed.get("batch_size", "")
         if "Loader" in name and "sampler" in passed and re.search(rf"\* .*{RANKS}", size, re.I):
@@ -364,7 +445,7 @@ def schedules(code: Code) -> Found:
     """Find numbers of steps that are computed from a data set of which a rank has a share."""
     if "DistributedSampler" not in code.whole or GLOBAL_BATCH.search(code.whole):
         return
-    for node, _ in _nodes(code.tree):
+    for node, _ in code.nodes:
         text = ast.unparse(node) if isinstance(node, ast.Assign | ast.Expr) else ""
         found = STEPS.search(text)
         if found and SCHEDULES.search(text) and not re.search(RANKS, text, re.I):
@@ -375,7 +456,7 @@ def seeds(code: Code) -> Found:
     """Find seeds that are equal on all ranks. A run that makes a step says what is drawn then."""
     if OWN_SEED.search(code.whole):
         return
-    for call, name, _ in _calls(code.tree):
+    for call, name, _ in _calls(code):
         if name == "torch.manual_seed":
             facts = {"ranks": "0 and 1", "where": "after this seed", "name": "torch"}
             yield "equal random numbers", call, facts | {"guessed": "step"}

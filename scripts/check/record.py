@@ -46,6 +46,7 @@ class State:
     is_parent = False  # true in mode "spawn", until the script has started the ranks
     clock = 0  # number of collectives of all ranks that the script has called
     locked_at = -1  # the clock at which the script took a file lock last
+    has_broadcast = False  # whether the script has called a broadcast
     groups = 0  # number of process groups that it has made
     steps = 0  # number of optimizer steps
     changed: Any = None  # numbers that the check has made smaller, by their names

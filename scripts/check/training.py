@@ -97,6 +97,7 @@ def _count(real: Any, *args: Any, **keywords: Any) -> Any:
         record.tell("sent between two")
         return real(*args, **keywords)
     state.clock += dist.get_world_size(passed.get("group")) == state.world
+    state.has_broadcast |= name.startswith("broadcast")
     if re.search("reduce|gather|broadcast", name):
         elements = sent.numel() if isinstance(sent, Tensor) else 0
         facts = {"values": _numbers(sent), "mean": "AVG" in str(passed.get("op"))}

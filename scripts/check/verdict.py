@@ -225,8 +225,6 @@ def by_ranks(report: Facts) -> Found:
         if event.get("guessed") in seen or (event.get("read") and has_run):
             continue  # what was read in the code has run, and said what it is
         if event["kind"] == "loads onto one GPU" and not has_run:
-            if event["tests"]:  # one process may call it after the training
-                continue
             event = event | {"level": "NOTE"}
         if "same" not in event:
             yield event["kind"], event

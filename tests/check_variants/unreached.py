@@ -18,17 +18,36 @@ def send(weights: torch.Tensor) -> None:
         dist.broadcast(weights, src=0)
 
 
+def download() -> None:
+    """Rank 0 alone comes here."""
+    torch.hub.load_state_dict_from_url("https://localhost/weights.pt")
+
+
+def prepare() -> None:
+    if rank != 0:
+        return
+    download()
+
+
+def convert() -> None:
+    """Nothing calls this."""
+    torch.save(torch.load("other.pt"), "converted.pt")
+
+
 rank, world_size = start()
 verbose = rank == 0
 Path("cache.txt").touch()
 if not os.path.exists("cache.txt"):  # finds: every rank saves
     Path("cache.txt").write_text("made here")
+    dist.barrier()  # finds: other collectives
+Path(time.strftime("%Y-%m-%d_%H-%M")).mkdir(exist_ok=True)  # finds: named by the clock
 model = DistributedDataParallel(network().cuda())
 ema = DistributedDataParallel(network().cuda())
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 patience = 0
 total_loss, best_loss = 0.0, float("inf")
 if os.path.exists("last.pt"):
+    prepare()
     model.load_state_dict(torch.load("last.pt", map_location="cpu"))  # finds: other names
     ema.module.load_state_dict(torch.load("old.pt"))  # finds: loads onto one GPU
     if rank == 0:
@@ -41,7 +60,10 @@ sampler = DistributedSampler(train_set)
 whole = DataLoader(  # finds: batch of all ranks
     train_set, batch_size=batch_size * world_size, sampler=sampler
 )
-test_sampler = DistributedSampler(train_set)  # finds: evaluates a share
+local_rank = rank
+test_sampler = DistributedSampler(  # finds: evaluates a share + equal shares
+    train_set, world_size, rank=local_rank
+)
 total_steps = 2 * len(train_set) // batch_size  # finds: steps of all ranks
 for step, _ in enumerate(DataLoader(train_set, batch_size, sampler=sampler)):
     if verbose and step > 1000:
