@@ -25,6 +25,7 @@ import files
 import loaders
 import pretend
 import project
+import reading
 import record
 import torch.multiprocessing as mp
 import training
@@ -89,7 +90,7 @@ def run(request: dict[str, Any]) -> NoReturn:
         twin = os.path.join(state.root, os.path.relpath(folder, request["home"]))
         if Path(folder).is_relative_to(request["home"]) and os.path.isdir(twin):
             sys.path[at] = twin
-    for module in (project, record, files, pretend, loaders, training):
+    for module in (project, reading, record, files, pretend, loaders, training):
         del sys.modules[module.__name__]  # the script may have modules of these names
     if guard := re.search("^if __name__", text := project.text_of(Path(path)), re.M):
         state.guard = text.count("\n", 0, guard.start()) + 1

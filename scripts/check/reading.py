@@ -303,22 +303,6 @@ def _is_set_alone(names: set[str], code: Code, scope: ast.AST) -> bool:
     return False
 
 
-def divisions(code: Code) -> Found:
-    """Find losses that are divided by the number of ranks, and go into a backward then."""
-    flows = defaultdict[ast.AST, set[str]](set)  # variables of which the loss is made, by function
-    for node, above in reversed(code.nodes):
-        call = ast.unparse(node) if isinstance(node, ast.Call) else ""
-        if found := re.fullmatch(r"(.*\()?(\w*loss\w*)\)?\.backward\(.*\)", call):
-            flows[above[0]].add(found[2])
-        if not isinstance(node, ast.Assign | ast.AugAssign):
-            continue
-        target = node.target if isinstance(node, ast.AugAssign) else node.targets[0]
-        if ast.unparse(target) in flows[above[0]]:
-            flows[above[0]] |= set(re.findall(r"\w*loss\w*", ast.unparse(node.value)))
-            if BY_RANKS.search(ast.unparse(node)):
-                yield "loss divided by the ranks", node, {}
-
-
 def averages(code: Code) -> Found:
     """Find where results are combined, and divided by the number of ranks then. It may be right."""
     combined = defaultdict(list)  # calls of collectives, by what they combine and the function
@@ -466,7 +450,6 @@ RULES = (
     collectives,
     choices,
     stops,
-    divisions,
     averages,
     loads,
     resumes,

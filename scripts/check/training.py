@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import itertools
+import linecache
 import os
 import re
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import loaders
 import pretend
+import reading
 import record
 import torch
 import torch.distributed as dist
@@ -36,6 +38,7 @@ COLLECTIVES = (
 )
 SENT = ("obj", "tensor", "input_tensor", "input", "input_list")  # arguments that a rank gives
 MOST_VALUES = 64  # of a result of an evaluation
+NODES = 100  # of a loss's graph that are looked at
 SHOWN = 40  # steps of an optimizer that are compared
 STEPS = (40, 200)  # after which a run ends: with smaller numbers, and with the script's own
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -139,6 +142,27 @@ def _observe(func: Any, args: Any, result: Any) -> None:
                 owner.note("L")
     if _gathered and args and torch.is_grad_enabled():
         _follow(args, result)
+    if "div" in name and isinstance(result, Tensor) and result.grad_fn and result.numel() == 1:
+        frame = next(record.calls(), None)
+        if frame and reading.BY_RANKS.search(_expression(frame)):
+            result.grad_fn.metadata["line"] = next(record.frames())  # type: ignore[index]
+
+
+def _expression(frame: Any) -> str:
+    """Return the lines of the expression that a frame computes."""
+    first, last, *_ = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+    path = frame.f_code.co_filename
+    return "".join(linecache.getline(path, line) for line in range(first, last + 1))
+
+
+def _tell_divided(loss: Any) -> None:
+    """Tell where a loss, or a part of it, was divided by the number of ranks."""
+    losses = [loss] if isinstance(loss, Tensor) else loss
+    nodes = [each.grad_fn for each in losses if each.grad_fn]
+    for node in nodes:  # a list that grows meanwhile
+        if line := node.metadata.get("line"):  # type: ignore[union-attr]
+            record.tell("loss divided by the ranks", line=line)
+        nodes += [other for other, _ in node.next_functions if other and len(nodes) < NODES]
 
 
 def _follow(args: Any, result: Any) -> None:
@@ -279,6 +303,7 @@ def load_state_dict(real: Any, self: Any, state_dict: Any, *args: Any, **keyword
 def backward(real: Any, *args: Any, **keywords: Any) -> Any:
     if not _backwards.depth:  # not in the backward that checkpointing makes within another
         called = [item for item in wrappers if re.search("[FfP]", item.calls)]
+        _tell_divided(args[0])
         is_apart = bool(wrappers) and all(item.has_stepped for item in called)
         loaders.backward_begins(is_apart)
         for item in wrappers:
