@@ -154,6 +154,12 @@ for images in loader:
     [
         (LOOP.format("if isnan(loss_value): sys.exit(1)"), {"a rank stops alone"}),
         (LOOP.format("if isnan(loss_value): continue"), {"leaves a batch out"}),
+        (LOOP.format("if mask.sum() == 0: continue"), {"leaves a batch out"}),
+        (
+            "def step():\n    if not mask.any(): return\n    loss.backward()\nstep()",
+            {"leaves a batch out"},
+        ),
+        (LOOP.format("pass") + "    if not mask.any(): continue\n", set()),
         (LOOP.format("dist.all_reduce(loss_value)\n    if isnan(loss_value): break"), set()),
         (
             LOOP.format("mean = reduced(loss_value)\n    if isnan(loss_value): break"),
@@ -166,13 +172,32 @@ for images in loader:
         ("if distributed: pass\nelse: model.load_state_dict(torch.load(path))", set()),
         ("if args.gpu is None: model.load_state_dict(torch.load(path))", set()),
         ("if rank != 0: model.load_state_dict(torch.load(path))", {"loads onto one GPU"}),
+        ("model.load_state_dict(np.array(torch.load(path)))", set()),
         ("MNIST(download=True)", {"every rank downloads"}),
         ("if rank != 0: barrier()\nMNIST(download=True)\nif rank == 0: barrier()", set()),
         ("def early():\n    if rank != 0: return\n    barrier()\nearly()", {"other collectives"}),
+        ("def early():\n    if late and rank != 0: return\n    barrier()\nearly()", set()),
+        ("if gpus != 0: barrier()", set()),
         ("def unused():\n    MNIST(download=True)", set()),
+        ("def made():\n    MNIST(download=True)\nif rank == 0: made()", set()),
+        (
+            "from own import made as make\nmake()\ndef made():\n    MNIST(download=True)\n"
+            "if rank == 0: made()",
+            {"every rank downloads"},
+        ),
         (
             "DistributedSampler(x, shuffle=False)\nsteps = len(train_set) // batch_size",
             {"steps of all ranks"},
+        ),
+        (
+            "DistributedSampler(x, shuffle=False)\nbatch_size = args.batch_size // world_size\n"
+            "steps = len(train_set) // batch_size",
+            {"steps of all ranks"},
+        ),
+        (
+            "DistributedSampler(x, shuffle=False)\nbatch_size = args.batch_size // world_size\n"
+            "steps = len(train_set) // args.batch_size",
+            set(),
         ),
         ("DistributedSampler(x, shuffle=False)\nsteps = len(loader) // batch_size", set()),
         ("steps = len(train_set) // batch_size", set()),

@@ -112,6 +112,8 @@ def digest(value: Any) -> int:
     """Return a checksum of what data sets return. It is 0 for an unknown type."""
     if isinstance(value, Tensor):
         value = value.detach().float().numpy()
+    if hasattr(value, "__dict__") and not hasattr(value, "tobytes"):
+        value = vars(value)
     if isinstance(value, dict):
         value = tuple(value.items())
     if isinstance(value, list | tuple):
@@ -314,7 +316,7 @@ class Pass:
         _former[self.key] = self
         if not former or former.epochs_set != self.epochs_set:  # set_epoch(0) changes nothing
             return
-        if len(order) > 3 and former.indices[: len(order)] == order:
+        if len(order) > 2 and former.indices[: len(order)] == order:
             facts["what"] = f"epoch {facts['epoch']} had the order of the one before: "
             facts["what"] += "set_epoch was not called, or too late"
             is_sorted = order == sorted(order) and len(order) > 5  # and not by chance

@@ -251,7 +251,7 @@ def tracker(name: str) -> Stub:
         module.config.update(keywords.get("config") or {})
         path = str(keywords.get("logdir") or log_dir or "runs")
         os.makedirs(path, exist_ok=True)  # scripts write more into it
-        opened = Stub(log_dir=path, logdir=path, dir=path, config=module.config)
+        opened = Stub(log_dir=path, logdir=path, dir=path, config=module.config, id="run", url="")
         opened.get_logdir.return_value = path
         return opened
 

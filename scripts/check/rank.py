@@ -83,7 +83,9 @@ def run(request: dict[str, Any]) -> NoReturn:
     os.chdir(os.path.join(state.root, request["folder"]))
     path = f"{state.root}/{request['script']}"
     package = request["package"]
-    arguments = [text.replace("{node}", str(state.node)) for text in request["arguments"]]
+    # C libraries write where an absolute path leads, so it has to lead into the copy.
+    given = [text.replace("{node}", str(state.node)) for text in request["arguments"]]
+    arguments = [text.replace(f"{state.home}/", f"{state.root}/") for text in given]
     sys.argv = [path, *project.bounded_arguments(arguments)]
     sys.path[0] = os.getcwd() if package is not None else os.path.dirname(path)
     for at, folder in enumerate(sys.path):  # of PYTHONPATH, or of a project installed in place

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import project
 
@@ -22,7 +22,7 @@ SCOPES = (*DEFINITIONS, ast.Lambda)
 LEAVES = (ast.Return, ast.Continue)
 # A condition that holds on one rank, or on all but one.
 ON_A_RANK = (
-    r"(rank|gpu)[\w'\")(\[\]]*( % [\w.]+)? (==|!=|<=|>) 0\b"
+    r"(rank|gpu)(?!s)[\w'\")(\[\]]*( % [\w.]+)? (==|!=|<=|>) 0\b"
     r"|rank[\w'\")(]* (not )?in [\[({]-?[01]\b"
     r"|not [\w.]*rank\w*(\(\))?$|is_?(main|master|primary|root|chief|rank)|rank_?(zero|0)\b"
     r"|(main|master)_(process|proc|rank|node|gpu)"
@@ -40,13 +40,16 @@ STEPS_BY = re.compile(r"^[\w.]*sched\w*\.step\((\w*(?:loss|acc|score)\w*)\)$")
 ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 EXITS = re.compile(r"(sys\.|os\._)?exit")
 TRAINS = re.compile(r"backward\(|\b_?train\w*\(|\.step\(|scaler\(|zero_grad\(")
+BACKWARD = re.compile(r"\.backward\(")
 OUT_OF_MEMORY = re.compile("out of memory|OutOfMemory")
 OWN_LOSS = re.compile(r"nan\b|finite|isinf|loss[\w.()]* [<>]|[<>]=? [\w.]*loss", re.I)
+OWN_BATCH = re.compile(r"\.(sum|any|all|numel|nonzero)\(|\blen\([^()]*\) (==|<) ")
 OF_EVALUATION = re.compile("val(?!ue)|test|eval|dev(?!ice)|best", re.I)
 # Words of a value on which ranks agree. But dist.reduce() gives it to one rank alone.
 AGREES = r"((?<!dist\.)(?<!distributed\.)reduc|gather|broadcast|sync)"
 DECIDES = re.compile("patience|early_?stop|best|plateau", re.I)
 LOADS_MODEL = re.compile(r"state_dict|(self\.|model|net|checkpoint|ckpt)\w* = torch\.load\(")
+STRIPS = re.compile(r"module\.['\"], *['\"]{2}|startswith\(['\"]module|\[7:\]")  # these names
 WRAPPER = re.compile(r"\b(DistributedDataParallel|DDP)\(")
 IS_THERE = re.compile("exist|is_?file|is_?dir|integrity")  # asks for a file
 # What lets one rank come before the others.
@@ -58,15 +61,12 @@ DOWNLOADS = re.compile(
 # A number of steps, from the length of a whole data set and the size of a batch.
 STEPS = re.compile(
     r"\blen\([^()]*(data|set|sampler)\) //? (?![\w.]*(global|total|effective))"
-    r"[\w.\['\"]*(batch|bs)[\w'\"\]]*",
+    r"([\w.\['\"]*(batch|bs)[\w'\"\]]*)",
     re.I,
 )
 SCHEDULES = re.compile("step|iter|optim|sched", re.I)
-# A batch's size for a rank beside that of all ranks, and not in its place.
-GLOBAL_BATCH = re.compile(
-    rf"^(?! *([\w.]+) = .*\b\1\b)(?!.*/=).*batch_?size.*/.*{RANKS}",
-    re.I | re.M,
-)
+# A batch's size for a rank, as it is made of that of all ranks.
+DIVIDED = re.compile(rf"([\w.]+)(?: //?= | ?= ?[^=\n]*(?:batch|bsz?)[^=\n]*/[^=\n]*){RANKS}", re.I)
 # What combines the results of ranks, in the script or in a package.
 COMBINES = re.compile(r"all_?reduce|_?gather|\breduce\(|reduce_|torchmetrics|synchronize_")
 
@@ -153,10 +153,13 @@ def _reached(trees: Iterable[ast.AST]) -> set[str]:
 
 def _add_alone(codes: list[Code], alone: set[str]) -> None:
     """Add the names of functions that rank 0 alone calls, also by another one of them."""
-    calls = defaultdict(list)
+    calls = defaultdict[str, list[tuple[ast.AST, Above, Code]]](list)
     for code in codes:
         for call, name, above in _calls(code):
             calls[name.rpartition(".")[2]].append((call, above, code))
+        for node, above in code.nodes:
+            if isinstance(node, ast.alias) and node.asname:  # it is called by another name
+                calls[node.name].append((node, above, code))
     size = -1
     while size < len(alone):
         size = len(alone)
@@ -203,7 +206,8 @@ def _left_before(node: ast.AST, above: Above) -> Iterator[tuple[str, bool]]:
         body = getattr(one, "body", [])
         for at in range(body.index(inner) if isinstance(body, list) and inner in body else 0):
             if isinstance(body[at], ast.If) and isinstance(body[at].body[-1], LEAVES):
-                yield ast.unparse(body[at].test), True
+                test = ast.unparse(body[at].test)
+                yield from [(test, True)] if " and " not in test else ()
 
 
 def collectives(code: Code) -> Found:
@@ -255,17 +259,21 @@ def stops(code: Code) -> Found:
         if not is_exit and not isinstance(node, ast.Break | ast.Return | ast.Continue | ast.Raise):
             continue
         loops = [(at, one) for at, one in enumerate(above) if isinstance(one, ast.For | ast.While)]
-        at, body = (loops[-1][0], loops[-1][1].body) if loops else (0, [])
-        trains = [one.lineno for one in body if TRAINS.search(ast.unparse(one))]
-        goes_on = isinstance(node, ast.Continue)
-        for test, _ in _conditions(node, above[at:]) if trains else ():
+        at, outer = loops[-1] if loops else (0, cast(Any, above[0]))
+        is_step = isinstance(node, ast.Return) and not loops and isinstance(outer, DEFINITIONS)
+        goes_on = is_step or isinstance(node, ast.Continue)  # with the next batch
+        body = outer.body if loops or is_step else []
+        words = BACKWARD if is_step else TRAINS
+        trains = [one.lineno for one in body if words.search(ast.unparse(one))]
+        if not trains or (goes_on and trains[-1] <= getattr(node, "lineno", 0)):
+            continue  # nothing is trained after it
+        for test, _ in _conditions(node, above[at:]):
             names = _names(test)
             is_agreed = _is_agreed(names, code.text)
-            is_own = OWN_LOSS.search(test) and not OF_EVALUATION.search(test) and not is_agreed
+            is_own = bool(OWN_LOSS.search(test) or (goes_on and OWN_BATCH.search(test)))
+            is_own = is_own and not OF_EVALUATION.search(test) and not is_agreed
             is_alone = code.on_a_rank.search(test) or _is_set_alone(names, code, above[0])
             leaves = not isinstance(node, ast.Raise)
-            if goes_on:  # it leaves out what the loop trains after it
-                leaves = trains[-1] > getattr(node, "lineno", 0)
             if is_own and goes_on:
                 yield "leaves a batch out", node, {}
             elif is_own or (is_alone and leaves):
@@ -336,8 +344,10 @@ def loads(code: Code) -> Found:
         is_mapped = len(call.args) > 1 or "map_location" in ast.unparse(call)
         if name != "torch.load" or is_mapped or not call.args:
             continue
-        # Where there are no ranks, or no GPU for each, or where rank 0 alone loads.
-        is_right = _is_of_rank_0(call, above, code) or any(
+        # Where there are no ranks, or no GPU for each, or where rank 0 alone loads, or arrays.
+        is_array = ast.unparse(above[-1]).startswith(("np.", "numpy."))
+        is_right = is_array or _is_of_rank_0(call, above, code)
+        is_right = is_right or any(
             re.search("cuda|gpu|device", test)
             or ("distributed" in test and is_else != test.startswith("not "))
             for test, is_else in _conditions(call, above)
@@ -375,7 +385,7 @@ def saves(code: Code) -> Found:
             if call.lineno > line and (place is scope or not is_local)
         ]
         loads = calls[f"{model}.load_state_dict"]
-        for call in saved if not loads else ():
+        for call in saved if not loads and not STRIPS.search(code.whole) else ():
             yield "names of the wrapper", call, {}
         if calls[f"{model}.module.state_dict"] and not saved:
             for call, place in loads:
@@ -427,12 +437,13 @@ def batches(code: Code) -> Found:
 
 def schedules(code: Code) -> Found:
     """Find numbers of steps that are computed from a data set of which a rank has a share."""
-    if "DistributedSampler" not in code.whole or GLOBAL_BATCH.search(code.whole):
-        return
-    for node, _ in code.nodes:
+    divided = [found[1] for found in DIVIDED.finditer(code.whole)]
+    for node, _ in code.nodes if "DistributedSampler" in code.whole else ():
         text = ast.unparse(node) if isinstance(node, ast.Assign | ast.Expr) else ""
         found = STEPS.search(text)
-        if found and SCHEDULES.search(text) and not re.search(RANKS, text, re.I):
+        if not found or not SCHEDULES.search(text) or re.search(RANKS, text, re.I):
+            continue
+        if not divided or found[3] in divided:  # else this is the batch of all ranks
             yield "steps of all ranks", node, {"what": found[0]}
 
 

@@ -238,7 +238,7 @@ def forward(real: Any, self: Any, *args: Any, **keywords: Any) -> Any:
         return real(self, *args, **keywords)
     if torch.is_grad_enabled():
         item.note("F" if self.require_backward_grad_sync else "f")
-    elif any(True for _ in self.buffers()):  # which it sends from rank 0
+    elif self.will_sync_module_buffers():  # it sends them from rank 0
         record.tell("through")
     with item.in_forward:
         return real(self, *args, **keywords)

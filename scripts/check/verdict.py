@@ -553,7 +553,8 @@ def through(report: Facts) -> Found:
     for event in events_of(report, "through"):
         ranks[event["line"]].add(event["rank"])
     last = [max((e["at"] for e in steps), default=0) for steps in of_each(report, "step")]
-    for event in events_of(report, "through"):
+    has_failed = any(end["how"] == "error" for end in report["ends"].values())  # then others ended
+    for event in events_of(report, "through") if not has_failed else ():
         if len(ranks[event["line"]]) == 1:
             # What went well, and was followed by steps, was no accident.
             level = "NOTE" if event["at"] < last[event["rank"]] else "WARN"

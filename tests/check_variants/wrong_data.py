@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,11 +19,11 @@ EPOCHS = 2
 
 
 class Changed(Images):
-    """Its transform is a module, as those of torchvision are."""
+    """Its transform is a module, as those of torchvision are, and its samples are objects."""
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+    def __getitem__(self, index: int) -> Any:
         image, label = super().__getitem__(index)
-        return nn.Identity()(image), label
+        return SimpleNamespace(image=nn.Identity()(image), label=label)
 
 
 dist.init_process_group("nccl")
@@ -52,7 +54,9 @@ optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
 
 changed = Changed(640)
-beside = DataLoader(changed, 64, sampler=DistributedSampler(changed))  # finds: no set_epoch
+beside = DataLoader(  # finds: no set_epoch
+    changed, 64, sampler=DistributedSampler(changed), collate_fn=list
+)
 
 
 def train(loader: DataLoader) -> None:
