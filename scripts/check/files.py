@@ -39,7 +39,7 @@ def _tell_clock(name: str) -> None:
     for ago in (0, 60) if not state.has_broadcast else ():  # it may have sent the name
         now = time.localtime(time.time() - ago)
         pattern = time.strftime(r"((%m|%b)\W?%d|%d\W?(%m|%b)).{0,6}%H\D?%M", now)
-        if re.search(pattern, name) and not re.search(rf"rank\D?{state.rank}\b", name):
+        if re.search(pattern, name) and not re.search(rf"rank\D?{state.rank}(?!\d)", name):
             record.tell("named by the clock", same=re.sub(r"\d+", "", name), name=name)
 
 
@@ -207,7 +207,15 @@ def load(real: Any, f: Any, map_location: Any = None, *args: Any, **keywords: An
     if isinstance(f, str | os.PathLike):
         f = place_of(f, "r")
         record.tell("load", path=name_of(f))
-    return real(f, map_location if callable(map_location) else "cpu", *args, **keywords)
+    loaded = real(f, map_location if callable(map_location) else "cpu", *args, **keywords)
+    record.tell("loaded", has_tensors=_has_tensors(loaded))
+    return loaded
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, dict | list | tuple):
+        return any(map(_has_tensors, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, torch.Tensor | torch.nn.Module)
 
 
 def _audit(event: str, args: Any) -> None:

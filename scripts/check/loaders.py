@@ -380,7 +380,8 @@ def loader(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
     # A loader is known by its lines and, where a loop makes several, by its data set or turn.
     made_at = " < ".join(lines)
     known = _known[made_at]
-    mark = (whole, _unused[made_at])
+    told = [value for value in getattr(dataset, "__dict__", {}).values() if type(value) is str]
+    mark = (whole, _unused[made_at], *told)
     known.setdefault(mark, len(known))
     _unused[made_at] += 1
     key = f"{made_at} {known[mark]}"

@@ -132,12 +132,16 @@ def _reached(trees: Iterable[ast.AST]) -> set[str]:
 
     def add(node: ast.AST, owner: str) -> None:
         for child in ast.iter_child_nodes(node):
+            is_list = isinstance(child, ast.Assign) and ast.unparse(child.targets[0]) == "__all__"
+            if is_list or child in getattr(node, "keys", ()):  # such as of addresses
+                continue
             inner = owner
             if isinstance(child, DEFINITIONS) and not _is_special(child, node):
                 inner = child.name
                 words[owner] |= {inner} if child.decorator_list else set()  # perhaps for a table
             text = getattr(child, "id", getattr(child, "attr", getattr(child, "value", "")))
-            words[inner] |= {*re.findall(r"\w+", text)} if isinstance(text, str) else set()
+            is_name = isinstance(text, str) and re.fullmatch(r"[\w.]+", text)
+            words[inner] |= {*text.split(".")} if is_name else set()
             words[inner] |= {child.name} if isinstance(child, ast.alias) else set()
             add(child, inner)
 

@@ -140,7 +140,9 @@ def _observe(func: Any, args: Any, result: Any) -> None:
         with contextlib.suppress(RuntimeError):  # not every tensor has an address
             if owner := owners.get(id(first)) or _storages.get(first.data_ptr()):
                 owner.note("L")
-    if _gathered and args and torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
+        return
+    if _gathered and args:
         _follow(args, result)
     if "div" in name and isinstance(result, Tensor) and result.grad_fn and result.numel() == 1:
         frame = next(record.calls(), None)

@@ -218,13 +218,17 @@ def by_ranks(report: Facts) -> Found:
     if events_of(report, "step") or not failed(report):
         seen.add("step")
     lines = {event["line"] for event in report["events"] if event["clock"] >= 0}
+    loaded = events_of(report, "loaded")
+    with_tensors = {event["line"] for event in loaded if event["has_tensors"]}
     for event in events_of(report, *TABLE):
         if event.get("drawn_by", "") not in loaders:
             continue  # the script has only looked at the data
         has_run = event["line"] in lines
         if event.get("guessed") in seen or (event.get("read") and has_run):
             continue  # what was read in the code has run, and said what it is
-        if event["kind"] == "loads onto one GPU" and not has_run:
+        if event["kind"] == "loads onto one GPU" and event["line"] not in with_tensors:
+            if has_run:  # it loads other things
+                continue
             event = event | {"level": "NOTE"}
         if "same" not in event:
             yield event["kind"], event

@@ -107,6 +107,8 @@ optimizer = sgd(model)
 loss = 2 * shared(loss_of(model, rank))
 shown = loss.clone()
 shown /= world_size
+with torch.no_grad():
+    loss /= world_size  # of this, the backward knows nothing
 loss.backward()
 optimizer.step()
 
