@@ -386,6 +386,7 @@ def _step_begins(optimizer: Any, args: Any, keywords: Any) -> None:
         facts["ranks"] = owner.ranks if owner else list(range(state.world))
         facts["log"] = wrappers.index(owner) if owner else None
         facts |= {"before": _sums(p), "grad": _sums(p.grad)}
+        facts["is_awaited"] = owner is not None and not owner.ddp.find_unused_parameters
         values.append((p, facts))
     _stepping.append(values)
 

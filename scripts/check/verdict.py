@@ -265,7 +265,8 @@ def divergence(report: Facts) -> Found:
     done = set()
     for (optimizer, _), steps in sorted(by_turn.items()):
         averaged = [value for value in steps[0]["values"] if value["belongs"] == "averaged"]
-        unused = [value["name"] for value in averaged if value["grad"] is None]
+        awaited = [value for value in averaged if value["is_awaited"]]
+        unused = [value["name"] for value in awaited if value["grad"] is None]
         for values in zip(*(step["values"] for step in steps), strict=False):
             ranks = values[0]["ranks"]
             name = values[0]["name"]
