@@ -208,6 +208,17 @@ def test_what_a_run_does_not_reach_is_read_in_the_code(tmp_path, text, kinds):
     assert {event["kind"] for event in reading.read(tmp_path, ["own.py"])} == kinds
 
 
+@pytest.mark.parametrize(("has_run", "levels"), [(False, ["NOTE"]), (True, [])])
+def test_a_seed_that_an_option_sets_is_a_note_where_the_run_sets_none(tmp_path, has_run, levels):
+    """A run that has set it says what is drawn then."""
+    (tmp_path / "own.py").write_text("if args.seed: torch.manual_seed(args.seed)")
+    told = {"rank": 0, "clock": 0, "line": "own.py:1"}
+    events = [*reading.read(tmp_path, ["own.py"]), told | {"kind": "step", "line": "own.py:2"}]
+    events += [told | {"kind": "seeded"}] if has_run else []
+    report = {"events": events, "world": 2, "ends": {0: {"how": "ended"}, 1: {"how": "ended"}}}
+    assert [facts["level"] for _, facts in verdict.by_ranks(report)] == levels
+
+
 @pytest.mark.parametrize(
     ("name", "value", "bound"),
     [

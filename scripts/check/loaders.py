@@ -134,6 +134,7 @@ def marks() -> dict[str, int]:
 def _note_seed(name: str, real: Any, *args: Any, **keywords: Any) -> Any:
     if line := next(record.frames(), ""):
         seeds[name] = line, args[0] if args else None
+        record.tell("seeded")
     if any(record.is_import(frame) for frame in record.calls()):
         imported.add(name)
     at_batch.clear()

@@ -441,24 +441,22 @@ def batches(code: Code) -> Found:
 
 def schedules(code: Code) -> Found:
     """Find numbers of steps that are computed from a data set of which a rank has a share."""
-    divided = [found[1] for found in DIVIDED.finditer(code.whole)]
     for node, _ in code.nodes if "DistributedSampler" in code.whole else ():
         text = ast.unparse(node) if isinstance(node, ast.Assign | ast.Expr) else ""
         found = STEPS.search(text)
         if not found or not SCHEDULES.search(text) or re.search(RANKS, text, re.I):
             continue
+        divided = [each[1] for each in DIVIDED.finditer(code.whole)]
         if not divided or found[3] in divided:  # else this is the batch of all ranks
             yield "steps of all ranks", node, {"what": found[0]}
 
 
 def seeds(code: Code) -> Found:
     """Find seeds that are equal on all ranks. A run that makes a step says what is drawn then."""
-    if OWN_SEED.search(code.whole):
-        return
     for call, name, _ in _calls(code):
-        if name == "torch.manual_seed":
+        if name == "torch.manual_seed" and not OWN_SEED.search(code.whole):
             facts = {"ranks": "0 and 1", "where": "after this seed", "name": "torch"}
-            yield "equal random numbers", call, facts | {"guessed": "step"}
+            yield "equal random numbers", call, facts | {"guessed": "step", "optional": True}
 
 
 RULES = (

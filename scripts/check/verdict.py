@@ -224,7 +224,10 @@ def by_ranks(report: Facts) -> Found:
         if event.get("drawn_by", "") not in loaders:
             continue  # the script has only looked at the data
         has_run = event["line"] in lines
-        if event.get("guessed") in seen or (event.get("read") and has_run):
+        is_seen = event.get("guessed") in seen
+        if is_seen and event.get("optional") and not has_run:
+            event = event | {"level": "NOTE"}
+        elif is_seen or (event.get("read") and has_run):
             continue  # what was read in the code has run, and said what it is
         if event["kind"] == "loads onto one GPU" and event["line"] not in with_tensors:
             if has_run:  # it loads other things
