@@ -174,6 +174,8 @@ for images in loader:
         ("if rank != 0: model.load_state_dict(torch.load(path))", {"loads onto one GPU"}),
         ("model.load_state_dict(np.array(torch.load(path)))", set()),
         ("MNIST(download=True)", {"every rank downloads"}),
+        ("torch.manual_seed(0)", {"equal random numbers"}),
+        ("torch.manual_seed(0)\nmp.spawn(train)", set()),
         ("if rank != 0: barrier()\nMNIST(download=True)\nif rank == 0: barrier()", set()),
         ("def early():\n    if rank != 0: return\n    barrier()\nearly()", {"other collectives"}),
         ("def early():\n    if late and rank != 0: return\n    barrier()\nearly()", set()),

@@ -453,8 +453,10 @@ def schedules(code: Code) -> Found:
 
 def seeds(code: Code) -> Found:
     """Find seeds that are equal on all ranks. A run that makes a step says what is drawn then."""
-    for call, name, _ in _calls(code):
-        if name == "torch.manual_seed" and not OWN_SEED.search(code.whole):
+    for call, name, above in _calls(code):
+        if name != "torch.manual_seed" or OWN_SEED.search(code.whole):
+            continue
+        if "spawn(" not in ast.unparse(above[0]):  # else the ranks do not know this seed
             facts = {"ranks": "0 and 1", "where": "after this seed", "name": "torch"}
             yield "equal random numbers", call, facts | {"guessed": "step", "optional": True}
 
