@@ -112,7 +112,8 @@ def digest(value: Any) -> int:
     """Return a checksum of what data sets return. It is 0 for an unknown type."""
     if isinstance(value, Tensor):
         value = value.detach().float().numpy()
-    if hasattr(value, "__dict__") and not hasattr(value, "tobytes"):
+    is_known = isinstance(value, dict | list | tuple) or hasattr(value, "tobytes")
+    if hasattr(value, "__dict__") and not is_known:
         value = vars(value)
     if isinstance(value, dict):
         value = tuple(value.items())

@@ -305,7 +305,8 @@ def load_state_dict(real: Any, self: Any, state_dict: Any, *args: Any, **keyword
 def backward(real: Any, *args: Any, **keywords: Any) -> Any:
     if not _backwards.depth:  # not in the backward that checkpointing makes within another
         called = [item for item in wrappers if re.search("[FfP]", item.calls)]
-        _tell_divided(args[0])
+        if wrappers:  # else the script may add up the gradients
+            _tell_divided(record.by_name(real, *args, **keywords)["tensors"])
         is_apart = bool(wrappers) and all(item.has_stepped for item in called)
         loaders.backward_begins(is_apart)
         for item in wrappers:

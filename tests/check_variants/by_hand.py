@@ -9,8 +9,8 @@ model = network().cuda()
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for step in range(3):
     optimizer.zero_grad()
-    loss_of(model, rank, step).backward()
+    loss = loss_of(model, rank, step) / world_size
+    loss.backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
-        parameter.grad /= world_size
     optimizer.step()  # finds: other weights

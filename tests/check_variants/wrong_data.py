@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +23,7 @@ class Changed(Images):
     """Its transform is a module, as those of torchvision are, and its samples are objects."""
 
     def __getitem__(self, index: int) -> Any:
-        image, label = super().__getitem__(index)
-        return SimpleNamespace(image=nn.Identity()(image), label=label)
+        return SimpleNamespace(image=OrderedDict(pixels=nn.Identity()(self.images[index])))
 
 
 dist.init_process_group("nccl")
