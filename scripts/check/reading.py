@@ -89,9 +89,9 @@ class Code:
 def read(root: Path, names: list[str]) -> Iterator[dict[str, Any]]:
     """Yield what is wrong in files of the project, as events that a rank could tell.
 
-    The first file is the one that the user starts. A run knows better: with the fact ``read``, if it
-    came to the line, and with ``guessed``, if it saw what that names. Of lines that are ``optional``
-    it knows nothing if it did not come there.
+    The first file is the one that the user starts. A run knows better: with the fact ``read``, if
+    it came to the line, and with ``guessed``, if it saw what that names. Of lines that are
+    ``optional`` it knows nothing if it did not come there.
     """
     texts = {name: project.text_of(root / name) for name in names}
     trees = dict[str, ast.Module]()
