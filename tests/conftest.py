@@ -87,8 +87,8 @@ def train(digits_dir, tmp_path, monkeypatch):
 def run_ranks(capfd):
     """Return a function that runs a whole script in forked ranks, in the folder ``cwd``.
 
-    It returns the exit statuses and what was printed. ``prepare`` is called in each rank before the
-    script.
+    It returns the exit statuses and what was printed. What the ranks wrote to stderr stands in the
+    report of a test that fails. ``prepare`` is called in each rank before the script.
     """
 
     def run(script, ranks, *flags, cwd, prepare=int):
@@ -100,7 +100,9 @@ def run_ranks(capfd):
 
         capfd.readouterr()
         statuses = helpers.ended(*helpers.fork_ranks(execute, ranks))
-        return statuses, processes.without_gloo(capfd.readouterr().out)
+        said = capfd.readouterr()
+        sys.stderr.write(said.err)
+        return statuses, processes.without_gloo(said.out)
 
     return run
 
