@@ -33,7 +33,8 @@ COLLECTIVE = re.compile(
     r"((monitored_)?barrier|all_\w+|broadcast\w*|reduce\w*|gather\w*|scatter\w*)"
     r"|((comm|utils?|misc)\.)?(barrier|synchronize)"
 )
-RANKS = "(world|gpus|procs|ranks|replicas|device_count)"  # what the number of ranks is called
+# What the number of ranks is called.
+RANKS = "(world|gpus|gpu_num|num_gpu|n_gpu|procs|ranks|replicas|device_count)"
 BY_RANKS = re.compile(rf"( /=? |div_?\()[\w.()]*{RANKS}", re.I)
 OF_A_SHARE = re.compile(r"[\w.]*(loss|acc|score)\w* [<>]=? [A-Za-z_]")
 STEPS_BY = re.compile(r"^[\w.]*sched\w*\.step\((\w*(?:loss|acc|score)\w*)\)$")
@@ -47,6 +48,7 @@ OWN_BATCH = re.compile(r"\.(sum|any|all|numel|nonzero)\(|\blen\([^()]*\) (==|<) 
 OF_EVALUATION = re.compile("val(?!ue)|test|eval|dev(?!ice)|best", re.I)
 # Words of a value on which ranks agree. But dist.reduce() gives it to one rank alone.
 AGREES = r"((?<!dist\.)(?<!distributed\.)reduc|gather|broadcast|sync)"
+BY_HELPER = re.compile(rf"{AGREES}\w*\(.*{RANKS}", re.I)  # combines, and divides perhaps
 DECIDES = re.compile("patience|early_?stop|best|plateau", re.I)
 LOADS_MODEL = re.compile(r"state_dict|(self\.|model|net|checkpoint|ckpt)\w* = torch\.load\(")
 STRIPS = re.compile(r"module\.['\"], *['\"]{2}|startswith\(['\"]module|\[7:\]")  # these names
@@ -67,6 +69,12 @@ STEPS = re.compile(
 SCHEDULES = re.compile("step|iter|optim|sched", re.I)
 # A batch's size for a rank, as it is made of that of all ranks.
 DIVIDED = re.compile(rf"([\w.]+)(?: //?= | ?= ?[^=\n]*(?:batch|bsz?)[^=\n]*/[^=\n]*){RANKS}", re.I)
+# What is no mean over samples, so that it is not the mean of the ranks' own ones either.
+NO_MEAN = re.compile(
+    r"(?<![a-z])(f1|f_?score|prec|precision|recall|auc|auroc|m?ap(_?\d+)?|m?iou|dice"
+    r"|ppl|perplexity|bleu|r2|corr\w*)(?![a-z])",
+    re.I,
+)
 # What combines the results of ranks, in the script or in a package.
 COMBINES = re.compile(r"all_?reduce|_?gather|\breduce\(|reduce_|torchmetrics|synchronize_")
 
@@ -318,23 +326,26 @@ def _is_set_alone(names: set[str], code: Code, scope: ast.AST) -> bool:
 
 
 def averages(code: Code) -> Found:
-    """Find where results are combined, and divided by the number of ranks then. It may be right."""
+    """Find where results are combined, and divided by the number of ranks then. It may be right.
+
+    A result that is no mean over samples is known by its name.
+    """
     combined = defaultdict(list)  # calls of collectives, by what they combine and the function
     for call, name, above in _calls(code):
         if COLLECTIVE.fullmatch(name) and call.args:
             combined[ast.unparse(call.args[0]), above[0]].append(call)
-    helpers = {getattr(scope, "name", "") for _, scope in combined}
     for node, above in code.nodes:
         if not isinstance(node, ast.Assign | ast.AugAssign | ast.Return | ast.Expr):
             continue
         text = ast.unparse(node)
+        facts = {"no_mean": bool(NO_MEAN.search(text))}
         is_divided = BY_RANKS.search(text)
         for (what, scope), calls in combined.items():
             is_mean = is_divided or ("mean(" in text and "gather" in ast.unparse(calls[0].func))
             if is_mean and scope is above[0] and re.search(rf"(?<![\w.]){re.escape(what)}\b", text):
-                yield from (("averages", call, {}) for call in calls if call.lineno <= node.lineno)
-        if re.search(RANKS, text, re.I) and helpers & set(re.findall(r"(\w+)\(", text)):
-            yield "averages", node, {}
+                yield from (("averages", one, facts) for one in calls if one.lineno <= node.lineno)
+        if BY_HELPER.search(text):
+            yield "averages", node, facts
 
 
 def _is_of_rank_0(node: ast.AST, above: Above, code: Code) -> bool:

@@ -440,8 +440,14 @@ def evaluation(report: Facts) -> Found:
                 what += "the others wait for ever"
                 yield "a rank stops alone", {**event, "what": what, "level": "WARN"}
         if combined:
-            if len(set(counts)) > 1 and _is_mean_of_means(report, items, counts):
-                yield "mean of means", facts
+            lines = _averaged(report, items, counts)
+            averages = [e for e in events_of(report, "averages") if e["line"] in lines]
+            if lines and len(set(counts)) > 1:
+                what = "which is right only if all have the same number"
+                yield "mean of means", {**facts, "what": what}
+            elif named := [event["line"] for event in averages if event["no_mean"]]:
+                what = "but this one is no mean over samples"
+                yield "mean of means", {**facts, "what": what, "line": named[0], "level": "NOTE"}
         elif combined is not None:
             deciding = [event["line"] for event in events_of(report, "decides") if not is_agreed]
             what = "each rank evaluates its own share ({counts} samples), and nothing combines them"
@@ -537,13 +543,14 @@ def _combined(report: Facts, item: Facts, is_over: bool = False) -> list[Facts] 
     return parts + [e for e in found if e["kind"] in kinds and e["evaluates"]]
 
 
-def _is_mean_of_means(report: Facts, items: list[Facts], counts: list[int]) -> bool:
-    """Whether ranks average their own results, and do not combine the counts."""
+def _averaged(report: Facts, items: list[Facts], counts: list[int]) -> set[str]:
+    """Return the lines at which ranks average their own results, and do not combine the counts."""
     # Only what was combined after the pass: in it, batches may have been combined.
     ends = [_combined(report, item, is_over=True) or [] for item in items]
     values = [[value for event in end for value in event["values"]] for end in ends]
+    found = set[str]()
     if all(count in own for count, own in zip(counts, values, strict=True)):
-        return False
+        return found
     averages = {event["line"] for event in events_of(report, "averages")}
     for events in zip(*ends, strict=False):
         if events[0]["elements"] > METRICS:
@@ -551,8 +558,8 @@ def _is_mean_of_means(report: Facts, items: list[Facts], counts: list[int]) -> b
         own = [number for event in events for number in event["values"][:1]]
         is_sum = any(own) and all(number == round(number) for number in own)
         if (events[0]["mean"] or averages & {*events[0]["lines"]}) and not is_sum:
-            return True
-    return False
+            found |= {*events[0]["lines"]}
+    return found
 
 
 def through(report: Facts) -> Found:
