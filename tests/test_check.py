@@ -177,8 +177,6 @@ for images in loader:
         ("torch.manual_seed(0)", {"equal random numbers"}),
         ("torch.manual_seed(0)\nmp.spawn(train)", set()),
         ("if rank != 0: barrier()\nMNIST(download=True)\nif rank == 0: barrier()", set()),
-        ("def early():\n    if rank != 0: return\n    barrier()\nearly()", {"other collectives"}),
-        ("def early():\n    if late and rank != 0: return\n    barrier()\nearly()", set()),
         ("if gpus != 0: barrier()", set()),
         ("def unused():\n    MNIST(download=True)", set()),
         ("def made():\n    MNIST(download=True)\nif rank == 0: made()", set()),

@@ -30,7 +30,6 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 OWN_HOSTS = ("localhost", socket.gethostname(), "", None, "0.0.0.0", "::1", "::")
 looks: set[str] = set()  # lines that look for a folder
 makes: set[str] = set()  # lines that make it then: the same, or the next ones
-caches: set[str] = set()  # lines that look for a file, and write it where it is missing
 unwatched = record.Nested()  # while the check itself uses files
 
 
@@ -73,7 +72,7 @@ def name_of(path: Any) -> str:
 
 
 def _redirected(uses: str, real: Any, *args: Any, **keywords: Any) -> Any:
-    line = next(record.frames(), "") if (looks or caches) and not unwatched.depth else ""
+    line = next(record.frames(), "") if looks and not unwatched.depth else ""
     if keywords.get("dir_fd") is not None:  # a name in a folder that is open
         return real(*args, **keywords)
     paths = [place_of(path, use) for path, use in zip(args, uses, strict=False)]
@@ -82,9 +81,6 @@ def _redirected(uses: str, real: Any, *args: Any, **keywords: Any) -> Any:
             made = os.path.getctime(paths[0]) if os.path.exists(paths[0]) else math.inf
         is_new = state.began < made < math.inf
         record.tell("every rank makes a folder", same=line, missing=not is_new)
-    if line in caches:
-        path = f"{name_of(paths[0])}, where it is missing,"
-        record.tell("every rank saves", level="NOTE", same=path, path=path)
     try:
         return real(*paths, *args[len(uses) :], **keywords)
     except FileExistsError:

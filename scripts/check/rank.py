@@ -33,7 +33,6 @@ from record import replaces, state
 
 FOREIGN = "deepspeed|horovod|colossalai"  # others are refused when they wrap a model
 LOOKS = re.compile(r"(.* and \(?)?not \S*(exists|is_?dir|is_?file)\((?!.*\b(and|or)\b)")
-WRITES = re.compile(r"(torch|np)\.save|\bopen\(.*'[wx]|\.(to_\w+|write_\w+|savez?\w*)\(")
 MAKES = re.compile(r"(os\.makedirs|makedirs|.*\.mkdir)\((?!.*exist_ok)")
 _started: list[BaseProcess] = []  # processes that the script has started: each is a rank
 _makes_groups: list[str] = []  # files of the project that call init_process_group
@@ -160,9 +159,6 @@ def compiled(data: Any, path: str) -> types.CodeType:
             made = [one.lineno for one in node.body if MAKES.match(ast.unparse(one))]
             files.looks |= {record.place(path, node.lineno)} if made else set()
             files.makes |= {record.place(path, line) for line in made}
-            body = "".join(map(ast.unparse, node.body))
-            if not made and WRITES.search(body) and not re.search("if .*(rank|gpu|main)", body):
-                files.caches.add(record.place(path, node.lineno))
     return compile(project.bounded_code(text), path, "exec", dont_inherit=True)
 
 

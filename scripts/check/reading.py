@@ -225,25 +225,16 @@ def _left_before(node: ast.AST, above: Above) -> Iterator[tuple[str, bool]]:
 
 
 def collectives(code: Code) -> Found:
-    """Find those that one rank calls, in functions in which the others call none."""
-    by_scope = defaultdict(list)
+    """Find those that ranks call only where a file is missing, which another rank may make."""
     for call, name, above in _calls(code):
-        if not COLLECTIVE.fullmatch(name) or any(word.arg == "group" for word in call.keywords):
-            continue
+        is_of_all = COLLECTIVE.fullmatch(name) and "group" not in {w.arg for w in call.keywords}
         conditions = [*_left_before(call, above), *_conditions(call, above)]
-        of_rank = [pair for pair in conditions if code.on_a_rank.search(pair[0])]
-        if of_rank:
-            test, is_else = of_rank[-1]
-            by_scope[above[0]].append((call, name, bool(OF_OTHERS.search(test)) != is_else))
-        elif any(IS_THERE.search(test) and (test[:4] == "not ") != no for test, no in conditions):
+        is_of_a_rank = any(code.on_a_rank.search(test) for test, _ in conditions)
+        looks = [test for test, no in conditions if (test[:4] == "not ") != no]
+        if is_of_all and not is_of_a_rank and any(map(IS_THERE.search, looks)):
             what = f"{name} is called only where a file is missing, and a rank that looks later "
             what += "may find it"
             yield "other collectives", call, {"what": what, "level": "NOTE"}
-    for calls in by_scope.values():
-        if len({is_of_others for *_, is_of_others in calls}) == 1:
-            for call, name, _ in calls:
-                what = f"{name} stands under a condition on the rank: the others do not call it"
-                yield "other collectives", call, {"what": what, "level": "WARN"}
 
 
 def choices(code: Code) -> Found:
@@ -296,8 +287,6 @@ def stops(code: Code) -> Found:
                 what += "until a launcher ends them" if ends else "for ever"
                 facts = {"what": what, "level": "NOTE" if ends else "WARN"}
                 yield "a rank stops alone", node, facts
-            elif DECIDES.search(test) and not is_agreed and leaves and not goes_on:
-                yield "stops by a result", node, {"what": f"the loop ends if {test}"}
 
 
 def _names(test: str) -> set[str]:
@@ -383,7 +372,7 @@ def resumes(code: Code) -> Found:
 
 
 def saves(code: Code) -> Found:
-    """Find models that are saved or loaded with the names of their wrapper, and not the other."""
+    """Find models that are saved with the names of their wrapper, and loaded by none."""
     wrapped = dict[str, tuple[int, ast.AST]]()  # the line and the function that wrap each model
     for node, above in code.nodes:
         if isinstance(node, ast.Assign) and WRAPPER.search(ast.unparse(node.value)):
@@ -401,13 +390,8 @@ def saves(code: Code) -> Found:
             for call, place in calls[f"{model}.state_dict"]
             if call.lineno > line and (place is scope or not is_local)
         ]
-        loads = calls[f"{model}.load_state_dict"]
-        for call in saved if not loads and not STRIPS.search(code.whole) else ():
-            yield "names of the wrapper", call, {}
-        if calls[f"{model}.module.state_dict"] and not saved:
-            for call, place in loads:
-                if place is scope and call.lineno > line:
-                    yield "other names", call, {}
+        is_loaded = calls[f"{model}.load_state_dict"] or STRIPS.search(code.whole)
+        yield from (("names of the wrapper", call, {}) for call in saved if not is_loaded)
 
 
 def samplers(code: Code) -> Found:

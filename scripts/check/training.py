@@ -47,7 +47,6 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 Sums = tuple[float, float] | None
 wrappers: list["Watched"] = []
-backends: list[str] = []  # that the script asks for
 names: dict[int, str] = {}  # of parameters, by their id
 owners: dict[int, "Watched"] = {}  # the wrapper that averages a parameter, by its id
 _storages: dict[int, "Watched"] = {}  # the same, by the address of its values
@@ -71,7 +70,6 @@ def init_process_group(real: Any, *args: Any, **keywords: Any) -> None:
         record.again(world, state.mode)
     state.clock += 1
     state.groups += 1
-    backends.append(str(passed.get("backend")))
     state.is_parent = False
     store = dist.FileStore(f"{state.root}/.store{state.groups}", world)
     record.tell("group", given=rank)
@@ -111,9 +109,6 @@ def _count(real: Any, *args: Any, **keywords: Any) -> Any:
         facts["lines"] = list(itertools.islice(record.frames(), 2))  # of a helper, and its call
         kind = "sent to all" if name.startswith("broadcast") else "combined"
         record.tell(kind, elements=elements, **facts)
-    if "object" in name and "nccl" in backends:  # by default objects go over the CPU
-        device = pretend.visible()[pretend.use()]
-        record.tell("objects over one GPU", same=(state.node, device), device=device)
     if name == "new_group":
         passed["backend"] = "gloo"
     with _counted:
@@ -201,8 +196,6 @@ class Watched:
     def note(self, letter: str) -> None:
         if self.has_stepped:
             self.calls, self.lines, self.has_stepped = "", [], False
-        if letter == "b" and re.search("F[^Bb]*$", self.calls):
-            record.tell("no_sync around the backward")
         if len(self.calls) < 60:
             self.calls += letter
             self.lines.append(next(record.frames(), ""))
@@ -246,10 +239,6 @@ def forward(real: Any, self: Any, *args: Any, **keywords: Any) -> Any:
         return real(self, *args, **keywords)
 
 
-def _is_wrapped(module: nn.Module) -> bool:
-    return any(module is model for item in wrappers for model in (item.ddp, item.ddp.module))
-
-
 def _module_begins(module: nn.Module, inputs: Any) -> None:
     grads = torch.is_grad_enabled()
     trains = grads and any(p.requires_grad for p in module.parameters())
@@ -263,11 +252,10 @@ def _module_begins(module: nn.Module, inputs: Any) -> None:
         tensors = [item for item in inputs if isinstance(item, Tensor) and item.dim()]
         for batch in loaders.latest if trains else ():
             batch.rows = tensors[0].shape[0] if tensors else batch.rows
-        is_tested = not grads and not module.training and _is_wrapped(module)
-        if (trains or is_tested) and tensors and not loaders.latest and state.steps < SHOWN:
+        if trains and tensors and not loaders.latest and state.steps < SHOWN:
             digests = [loaders.digest(tensor) for tensor in tensors]
             seeded = next((line for line, _ in loaders.seeds.values()), "")
-            record.tell("input" if trains else "tested input", digests=digests, seeded=seeded)
+            record.tell("input", digests=digests, seeded=seeded)
     _forwards.depth += 1
     for item in wrappers if trains and not _backwards.depth else ():
         if id(module) in item.modules and not item.in_forward.depth and item.calls[-1:] != "P":

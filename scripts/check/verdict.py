@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, dropwhile, product, takewhile
+from itertools import combinations, product, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -405,7 +405,6 @@ def evaluation(report: Facts) -> Found:
     """Find evaluations of which each rank makes a share, and results that are not of the whole."""
     trained = {str(item[of] or 0) for item in _trainings(report) for of in ("content", "key")}
     yield from _alone(report)
-    yield from _tested_inputs(report)
     passes = list(_passes(report, "evaluation"))
     results = [_combined(report, items[0]) for items in passes]
     # What decides may go by another evaluation, whose result all ranks have.
@@ -417,9 +416,6 @@ def evaluation(report: Facts) -> Found:
         if is_shared and combined:
             yield from _other_models(items)
         if not all(item["complete"] for item in items):
-            if is_shared and combined == [] and not any(item["complete"] for item in items):
-                what = "each rank evaluates batches of its own, and nothing combines the results"
-                yield "evaluates a share", {**first, "what": what, "level": "NOTE"}
             continue
         if not trained & {str(first["content"]), first["key"]}:
             yield from _left_out(items, is_shared)
@@ -434,11 +430,6 @@ def evaluation(report: Facts) -> Found:
         if not is_shared or 0 in counts:
             continue
         facts = {**first, "counts": " + ".join(map(str, counts))}
-        if combined is not None and not is_agreed:
-            for event in events_of(report, "stops by a result"):
-                what = f"{event['what']}, which each rank knows of its own share: "
-                what += "the others wait for ever"
-                yield "a rank stops alone", {**event, "what": what, "level": "WARN"}
         if combined:
             lines = _averaged(report, items, counts)
             averages = [e for e in events_of(report, "averages") if e["line"] in lines]
@@ -454,22 +445,6 @@ def evaluation(report: Facts) -> Found:
             facts["what"] = what.format_map(facts)
             facts["what"] += ": this line decides by a share" if deciding else ""
             yield "evaluates a share", {**facts, "line": [*deciding, first["line"]][0]}
-
-
-def _tested_inputs(report: Facts) -> Found:
-    """Find a share that each rank first evaluates without a DataLoader, and nothing combines."""
-    inputs = []
-    for rank in range(report["world"]):
-        events = events_of(report, "tested input", "combined", "input", "step")
-        own = (event for event in events if event["rank"] == rank)
-        rest = list(dropwhile(lambda event: event["kind"] != "tested input", own))
-        part = list(takewhile(lambda event: event["kind"] not in ("input", "step"), rest))
-        if part == rest or any(event["kind"] == "combined" for event in part):
-            return
-        inputs.append({str(event["digests"]) for event in part})
-    if not set.intersection(*inputs):
-        what = "each rank evaluates its own inputs, and nothing combines the results"
-        yield "evaluates a share", {**part[0], "what": what}
 
 
 def _alone(report: Facts) -> Found:

@@ -37,8 +37,7 @@ def convert() -> None:
 rank, world_size = start()
 verbose = rank == 0
 Path("cache.txt").touch()
-if not os.path.exists("cache.txt"):  # finds: every rank saves
-    Path("cache.txt").write_text("made here")
+if not os.path.exists("cache.txt"):
     dist.barrier()  # finds: other collectives
 Path(time.strftime("%Y-%m-%d_%H-%M")).mkdir(exist_ok=True)  # finds: named by the clock
 model = DistributedDataParallel(network().cuda())
@@ -48,7 +47,6 @@ patience = 0
 total_loss, best_loss = 0.0, float("inf")
 if os.path.exists("last.pt"):
     prepare()
-    model.load_state_dict(torch.load("last.pt", map_location="cpu"))  # finds: other names
     ema.module.load_state_dict(torch.load("old.pt"))  # finds: loads onto one GPU
     if rank == 0:
         optimizer.load_state_dict(torch.load("rank_0.pt"))  # finds: resumes on one rank
@@ -82,12 +80,9 @@ for step, _ in enumerate(DataLoader(train_set, batch_size, sampler=sampler)):
         patience = step
     if patience > 1000:
         break  # finds: a rank stops alone
-    if verbose and step == 1000:
-        dist.barrier()  # finds: other collectives
 dist.broadcast_object_list([rank])
 torch.cuda.set_device(0)
 torch.ones(2).cuda()  # finds: uses another GPU
-dist.broadcast_object_list([rank])  # finds: objects over one GPU
 if verbose and total_loss < best_loss:  # finds: chooses by a share
     torch.save(model.module.state_dict(), "last.pt")
     torch.save(ema.state_dict(), "ema.pt")  # finds: names of the wrapper

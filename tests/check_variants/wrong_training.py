@@ -81,14 +81,6 @@ optimizer.step()  # finds: other learning rates or settings
 
 model = wrapped(network())
 optimizer = sgd(model)
-loss = loss_of(model, rank)
-model.require_backward_grad_sync = False
-with model.no_sync():
-    loss.backward()  # finds: no_sync around the backward
-optimizer.step()
-
-model = wrapped(network())
-optimizer = sgd(model)
 loss_of(model, rank).backward()
 for parameter in model.parameters():
     parameter.grad += rank
