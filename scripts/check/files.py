@@ -68,7 +68,9 @@ def name_of(path: Any) -> str:
     with unwatched:
         real = os.path.realpath(os.fsdecode(path))
     real = real.removeprefix(f"{state.root}/outside")  # the twin of what lies outside
-    return real.removeprefix(f"{state.root}/").removeprefix(f"{state.home}/")
+    if real.startswith(f"{state.place}/"):  # perhaps beside the copy
+        return os.path.relpath(real, state.root)
+    return real.removeprefix(f"{state.home}/")
 
 
 def _redirected(uses: str, real: Any, *args: Any, **keywords: Any) -> Any:
@@ -92,6 +94,13 @@ def _redirected(uses: str, real: Any, *args: Any, **keywords: Any) -> Any:
 
 for _name, _uses in USES.items():
     replaces(os, name=_name)(functools.partial(_redirected, _uses))
+
+
+@replaces(shutil)
+def rmtree(real: Any, path: Any, *args: Any, **keywords: Any) -> None:
+    if next(record.frames(), "") and not unwatched.depth:
+        record.tell("every rank deletes", same=name_of(path), path=name_of(path))
+    real(path, *args, **keywords)
 
 
 class Entries:
@@ -144,7 +153,7 @@ def open_file(real: Any, file: Any, mode: str = "r", *args: Any, **keywords: Any
         # The handlers of the ranks may have levels at which only one of them writes: see emit.
         caller = sys._getframe(2).f_globals.get("__name__")
         is_own = name.endswith("lock") or caller == "logging"
-        is_own |= any(part.startswith((".", "__py")) for part in name.split("/"))
+        is_own |= bool(re.search(r"(^|/)(\.[^./]|__py)", name))
         if re.search(rf"(rank|part|gpu|proc)\w*?_?{state.rank}\b", name):  # of its results, perhaps
             record.tell("writes a part")
         if next(record.frames(), "") and not unwatched.depth and not is_own and name[0] != "/":

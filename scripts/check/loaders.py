@@ -266,7 +266,7 @@ class Pass:
         is_sized = hasattr(self.dataset, "__len__") and not self.is_stream
         self.length = len(self.dataset) if is_sized else 0
         self.content = content(self.dataset) if self.length else []
-        if len(set(self.content)) == 1 < len(self.content):
+        if len(set(self.content)) == 1 < self.length:
             self.length = 0  # it draws a sample, whatever the index is
         whole = origin(self.dataset, 0)[0] if self.length else []
         self.is_known = bool(self.length and (content(whole) or _lists(whole)))
@@ -316,11 +316,12 @@ class Pass:
             return
         former, order = _former.get(self.key), self.indices
         _former[self.key] = self
-        if not former or former.epochs_set != self.epochs_set:  # set_epoch(0) changes nothing
+        # A first set_epoch(0) changes nothing, and is right.
+        if not former or former.epochs_set == 0 < self.epochs_set:
             return
         if len(order) > 2 and former.indices[: len(order)] == order:
             facts["what"] = f"epoch {facts['epoch']} had the order of the one before: "
-            facts["what"] += "set_epoch was not called, or too late"
+            facts["what"] += "set_epoch was not called, or too late, or with the same number"
             is_sorted = order == sorted(order) and len(order) > 5  # and not by chance
             record.tell("never shuffled" if is_sorted else "no set_epoch", **facts)
 

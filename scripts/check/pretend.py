@@ -107,8 +107,9 @@ class Devices(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         is_first = func in (Tensor.to, Tensor.cuda) and len(args) > 1
         device = args[1] if is_first else kwargs.get("device")
-        if func in (Tensor.cuda, Tensor.pin_memory):
+        if func is Tensor.cuda:
             put(device)
+        if func in (Tensor.cuda, Tensor.pin_memory):
             return args[0]
         if func is Tensor.get_device:
             return _current
@@ -256,7 +257,8 @@ def tracker(name: str) -> Stub:
         return opened
 
     def open_run(*args: Any, **keywords: Any) -> Stub:
-        log()
+        if keywords.get("mode") != "disabled":
+            log()
         module.run = open_one(*args, **keywords)
         return module.run
 

@@ -210,15 +210,15 @@ def sleep(real: Any, seconds: float) -> None:
     real(min(seconds, 1))
 
 
-@replaces(mp, sys.modules["torch.multiprocessing.spawn"])
-def spawn(real: Any, fn: Any, args: Any = (), nprocs: int = 1, *a: Any, **keywords: Any) -> Any:
+def _spawn(real: Any, fn: Any, args: Any = (), nprocs: int = 1, *a: Any, **keywords: Any) -> Any:
     """Be the rank of this number, in place of ``mp.spawn``. It has no handlers of its parent."""
     logging.root.handlers.clear()
     _run_started([mp.Process(target=fn, args=(index, *args)) for index in range(nprocs)])
     return types.SimpleNamespace(join=lambda *args, **keywords: True, processes=[])
 
 
-replaces(mp, sys.modules["torch.multiprocessing.spawn"], name="start_processes")(spawn)
+for _name in ("spawn", "start_processes"):
+    replaces(mp, sys.modules["torch.multiprocessing.spawn"], name=_name)(_spawn)
 
 
 def _kept(argument: Any) -> Any:

@@ -34,7 +34,8 @@ COLLECTIVE = re.compile(
     r"|((comm|utils?|misc)\.)?(barrier|synchronize)"
 )
 # What the number of ranks is called.
-RANKS = "(world|gpus|gpu_num|num_gpu|n_gpu|procs|ranks|replicas|device_count)"
+RANKS = "(world|gpus|gpu_num|num_gpu|n_?gpu|procs|ranks|replicas|device_count)"
+TIMES_RANKS = re.compile(rf"\* .*{RANKS}", re.I)
 BY_RANKS = re.compile(rf"( /=? |div_?\()[\w.()]*{RANKS}", re.I)
 OF_A_SHARE = re.compile(r"[\w.]*(loss|acc|score)\w* [<>]=? [A-Za-z_]")
 STEPS_BY = re.compile(r"^[\w.]*sched\w*\.step\((\w*(?:loss|acc|score)\w*)\)$")
@@ -247,7 +248,7 @@ def choices(code: Code) -> Found:
         is_choice = OF_A_SHARE.match(test) and re.search("save|best", ast.unparse(above[-1]))
         what = ast.unparse(node) if is_choice or isinstance(node, ast.Call) else ""
         value = what if is_choice else "".join(STEPS_BY.findall(what))
-        is_of_training = value and not re.search("val|test", value)
+        is_of_training = value and not re.search("val|test|dev(?!ice)", value)
         if is_of_training and not _is_agreed(_names(value), code.text):
             facts = {} if "train" in value else {"guessed": "evaluation"}
             yield "chooses by a share", node, facts | {"what": what}
@@ -348,6 +349,7 @@ def loads(code: Code) -> Found:
     """Find calls of torch.load that do not say where the tensors go."""
     for call, name, above in _calls(code) if LOADS_MODEL.search(code.text) else ():
         is_mapped = len(call.args) > 1 or "map_location" in ast.unparse(call)
+        is_mapped = is_mapped and "'cuda:0'" not in ast.unparse(call)
         if name != "torch.load" or is_mapped or not call.args:
             continue
         # Where there are no ranks, or no GPU for each, or where rank 0 alone loads, or arrays.
@@ -429,11 +431,21 @@ def downloads(code: Code) -> Found:
 
 def batches(code: Code) -> Found:
     """Find loaders of shares whose batch is as large as that of all ranks."""
+    texts = [ast.unparse(node) for node, _ in code.nodes if isinstance(node, ast.AugAssign)]
+    grown = {text.partition(" ")[0]: text.replace("*=", "*") for text in texts if "*=" in text}
     for call, name, _ in _calls(code):
         passed = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
         size = passed.get("batch_size", "")
-        if "Loader" in name and "sampler" in passed and re.search(rf"\* .*{RANKS}", size, re.I):
-            yield "batch of all ranks", call, {"what": size}
+        what = grown.get(size, size)
+        if "Loader" in name and "sampler" in passed and TIMES_RANKS.search(what):
+            yield "batch of all ranks", call, {"what": what}
+
+
+def handles(code: Code) -> Found:
+    """Find collectives that return at once, where nothing waits for any."""
+    for call, name, _ in _calls(code) if ".wait(" not in code.whole else ():
+        if COLLECTIVE.fullmatch(name) and "async_op=True" in map(ast.unparse, call.keywords):
+            yield "not waited for", call, {"what": name}
 
 
 def schedules(code: Code) -> Found:
@@ -469,6 +481,7 @@ RULES = (
     samplers,
     downloads,
     batches,
+    handles,
     schedules,
     seeds,
 )

@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product, takewhile
+from itertools import chain, combinations, product, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ def judge(report: Facts) -> Verdict:
         if first is not finding:
             firsts[finding.kind, finding.level] = replace(first, also=(*first.also, finding.line))
     kinds = {kind for kind, _ in firsts}
-    hidden = {row.hides for row in TABLE.values() if row.kind in kinds}
+    hidden = {TABLE[kind].hides for kind, level in firsts if level == "WRONG"}
     if "equal ranks" in kinds:  # all that follows is mixed up
         hidden = kinds - {"equal ranks"}
     kept = [finding for finding in firsts.values() if finding.kind not in hidden]
@@ -407,8 +407,13 @@ def evaluation(report: Facts) -> Found:
     yield from _alone(report)
     passes = list(_passes(report, "evaluation"))
     results = [_combined(report, items[0]) for items in passes]
-    # What decides may go by another evaluation, whose result all ranks have.
+    # What decides may go by another evaluation: all ranks have its result, or one has tested all.
     is_agreed = any(not event["to_one"] for result in results for event in result or ())
+    one_tests_all = any(
+        item["use"] == "evaluation" and item["complete"] and item["used"] == item["whole"]
+        for item in events_of(report, "pass")
+        if item not in chain(*passes)
+    )
     for items, combined in zip(passes, results, strict=True):
         first = items[0]
         counts = [len(item["samples"]) for item in items]
@@ -440,7 +445,9 @@ def evaluation(report: Facts) -> Found:
                 what = "but this one is no mean over samples"
                 yield "mean of means", {**facts, "what": what, "line": named[0], "level": "NOTE"}
         elif combined is not None:
-            deciding = [event["line"] for event in events_of(report, "decides") if not is_agreed]
+            decides = [] if is_agreed or one_tests_all else events_of(report, "decides")
+            deciding = [event["line"] for event in decides]
+            facts["level"] = "NOTE" if one_tests_all else "WARN"
             what = "each rank evaluates its own share ({counts} samples), and nothing combines them"
             facts["what"] = what.format_map(facts)
             facts["what"] += ": this line decides by a share" if deciding else ""
@@ -553,7 +560,8 @@ def through(report: Facts) -> Found:
 
 def unready(report: Facts) -> Found:
     """Find files that a rank loads although another one may not have saved them yet."""
-    saved = {(e["path"], e["clock"], e["at"]): e["rank"] for e in events_of(report, "saved")}
+    saves = events_of(report, "every rank saves")
+    saved = {(e["path"], e["clock"], e["at"]): e["rank"] for e in saves}
     for event in events_of(report, "load"):
         by = saved.get((event["path"], event["clock"], event["at"]), event["rank"])
         if by != event["rank"]:

@@ -24,4 +24,4 @@ def train(rank: int, world_size: int) -> None:
 
 
 if __name__ == "__main__":
-    mp.spawn(train, args=(2,), nprocs=2)
+    mp.start_processes(train, args=(2,), nprocs=2)

@@ -27,11 +27,13 @@ for _ in range(2):
         optimizer.step()
 
 rows = list(map(Images(400).__getitem__, range(400)))
-loader = DataLoader(rows, 8, sampler=DistributedSampler(rows))  # finds: no set_epoch
+sampler = DistributedSampler(rows)
+loader = DataLoader(rows, 8, sampler=sampler)  # finds: no set_epoch
 
 
 def cycled() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     while True:
+        sampler.set_epoch(1)
         yield from loader
 
 

@@ -1,6 +1,7 @@
 """What a short run does not reach: a resume, a rare stop, an evaluation."""
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def convert() -> None:
 
 rank, world_size = start()
 verbose = rank == 0
+shutil.rmtree("old", ignore_errors=True)  # finds: every rank deletes
 Path("cache.txt").touch()
 if not os.path.exists("cache.txt"):
     dist.barrier()  # finds: other collectives
@@ -47,6 +49,7 @@ patience = 0
 total_loss, best_loss = 0.0, float("inf")
 if os.path.exists("last.pt"):
     prepare()
+    dist.broadcast(torch.ones(1), src=0, async_op=True)  # finds: not waited for
     ema.module.load_state_dict(torch.load("old.pt"))  # finds: loads onto one GPU
     if rank == 0:
         optimizer.load_state_dict(torch.load("rank_0.pt"))  # finds: resumes on one rank
@@ -58,6 +61,11 @@ sampler = DistributedSampler(train_set)
 whole = DataLoader(  # finds: batch of all ranks
     train_set, batch_size=batch_size * world_size, sampler=sampler
 )
+batch_size *= world_size
+also_whole = DataLoader(  # finds: batch of all ranks
+    train_set, batch_size=batch_size, sampler=sampler
+)
+batch_size //= world_size
 local_rank = rank
 test_sampler = DistributedSampler(  # finds: evaluates a share + equal shares
     train_set, world_size, rank=local_rank
@@ -86,6 +94,8 @@ torch.ones(2).cuda()  # finds: uses another GPU
 if verbose and total_loss < best_loss:  # finds: chooses by a share
     torch.save(model.module.state_dict(), "last.pt")
     torch.save(ema.state_dict(), "ema.pt")  # finds: names of the wrapper
+    shutil.copy("ema.pt", "best.pt")
 else:
     time.sleep(1)
     torch.load("ema.pt", map_location="cpu")  # finds: loads too early
+    torch.load("best.pt", map_location="cuda:0")  # finds: loads too early + loads onto one GPU

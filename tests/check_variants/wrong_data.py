@@ -79,6 +79,8 @@ def correct(loader: DataLoader, batches: int = 99) -> torch.Tensor:
     return found
 
 
+local_rank = rank
+by_local_rank = DistributedSampler(test_set, rank=local_rank)  # finds: equal shares
 part = range(rank, len(test_set), world_size)
 padded = DataLoader(  # finds: padded evaluation + buffers differ
     test_set, 32, sampler=DistributedSampler(test_set)
