@@ -153,7 +153,7 @@ def open_file(real: Any, file: Any, mode: str = "r", *args: Any, **keywords: Any
         # The handlers of the ranks may have levels at which only one of them writes: see emit.
         caller = sys._getframe(2).f_globals.get("__name__")
         is_own = name.endswith("lock") or caller == "logging"
-        is_own |= bool(re.search(r"(^|/)(\.[^./]|__py)", name))
+        is_own |= bool(re.search(r"(^|/)(\.[^./]|__py)|^\.$", name))
         if re.search(rf"(rank|part|gpu|proc)\w*?_?{state.rank}\b", name):  # of its results, perhaps
             record.tell("writes a part")
         if next(record.frames(), "") and not unwatched.depth and not is_own and name[0] != "/":

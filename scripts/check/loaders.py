@@ -257,6 +257,7 @@ class Pass:
         self.facts, self.dataset = loader._facts, loader.dataset
         self.key, self.begun = self.facts["key"], state.clock
         sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+        self.epoch = getattr(sampler, "epoch", 0)
         self.epochs_set = getattr(sampler, "_epochs_set", 0)
         self.number = -1  # of this pass over the loader; the first forward sets it
         self.mode: bool | None = None  # whether the first model is in training mode
@@ -316,8 +317,10 @@ class Pass:
             return
         former, order = _former.get(self.key), self.indices
         _former[self.key] = self
-        # A first set_epoch(0) changes nothing, and is right.
-        if not former or former.epochs_set == 0 < self.epochs_set:
+        # With another number, a few samples have the same order by chance. A first set_epoch(0)
+        # changes nothing, and is right.
+        is_new = former and (former.epoch != self.epoch or former.epochs_set == 0 < self.epochs_set)
+        if not former or is_new:
             return
         if len(order) > 2 and former.indices[: len(order)] == order:
             facts["what"] = f"epoch {facts['epoch']} had the order of the one before: "

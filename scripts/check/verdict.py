@@ -434,24 +434,29 @@ def evaluation(report: Facts) -> Found:
             yield "padded evaluation", {**first, "level": level}
         if not is_shared or 0 in counts:
             continue
-        facts = {**first, "counts": " + ".join(map(str, counts))}
+        first["counts"] = " + ".join(map(str, counts))
         if combined:
-            lines = _averaged(report, items, counts)
-            averages = [e for e in events_of(report, "averages") if e["line"] in lines]
-            if lines and len(set(counts)) > 1:
-                what = "which is right only if all have the same number"
-                yield "mean of means", {**facts, "what": what}
-            elif named := [event["line"] for event in averages if event["no_mean"]]:
-                what = "but this one is no mean over samples"
-                yield "mean of means", {**facts, "what": what, "line": named[0], "level": "NOTE"}
+            yield from _means(report, items, counts)
         elif combined is not None:
-            decides = [] if is_agreed or one_tests_all else events_of(report, "decides")
-            deciding = [event["line"] for event in decides]
-            facts["level"] = "NOTE" if one_tests_all else "WARN"
-            what = "each rank evaluates its own share ({counts} samples), and nothing combines them"
-            facts["what"] = what.format_map(facts)
-            facts["what"] += ": this line decides by a share" if deciding else ""
-            yield "evaluates a share", {**facts, "line": [*deciding, first["line"]][0]}
+            deciding = [] if is_agreed or one_tests_all else events_of(report, "decides")
+            what = f"each rank evaluates its own share ({first['counts']} samples), and nothing "
+            what += "combines them" + (": this line decides by a share" if deciding else "")
+            line = (deciding or [first])[0]["line"]
+            level = "NOTE" if one_tests_all else "WARN"
+            yield "evaluates a share", {**first, "what": what, "line": line, "level": level}
+
+
+def _means(report: Facts, items: list[Facts], counts: list[int]) -> Found:
+    """Find a mean of the ranks' own results that is not the result of the whole."""
+    lines = _averaged(report, items, counts)
+    averages = [event for event in events_of(report, "averages") if event["line"] in lines]
+    no_means = [event["line"] for event in averages if event["no_mean"]]
+    if lines and len(set(counts)) > 1:
+        what = "which is right only if all have the same number"
+        yield "mean of means", {**items[0], "what": what}
+    elif no_means:
+        facts = {"what": "but this one is no mean over samples", "line": no_means[0]}
+        yield "mean of means", {**items[0], **facts, "level": "NOTE"}
 
 
 def _alone(report: Facts) -> Found:
