@@ -177,7 +177,8 @@ for images in loader:
         ("torch.manual_seed(0)", {"equal random numbers"}),
         ("torch.manual_seed(0)\nmp.spawn(train)", set()),
         ("if rank != 0: barrier()\nMNIST(download=True)\nif rank == 0: barrier()", set()),
-        ("if gpus != 0: barrier()", set()),
+        ("model.load_state_dict(torch.load(path, map_location={'cuda:0': 'cpu'}))", set()),
+        ("work = dist.barrier(async_op=True)\nwork.wait()", set()),
         ("def unused():\n    MNIST(download=True)", set()),
         ("def made():\n    MNIST(download=True)\nif rank == 0: made()", set()),
         (

@@ -79,6 +79,7 @@ NO_MEAN = re.compile(
 # What combines the results of ranks, in the script or in a package.
 COMBINES = re.compile(r"all_?reduce|_?gather|\breduce\(|reduce_|torchmetrics|synchronize_")
 
+WAITS = re.compile(r"\.(wait|is_completed)\(")
 # A seed that differs between ranks, or a generator of a rank's own.
 OWN_SEED = re.compile(r"seed\w*[ (+=].*(rank|local|gpu|process)|initial_seed|worker_info", re.I)
 
@@ -349,7 +350,7 @@ def loads(code: Code) -> Found:
     """Find calls of torch.load that do not say where the tensors go."""
     for call, name, above in _calls(code) if LOADS_MODEL.search(code.text) else ():
         is_mapped = len(call.args) > 1 or "map_location" in ast.unparse(call)
-        is_mapped = is_mapped and "'cuda:0'" not in ast.unparse(call)
+        is_mapped = is_mapped and "map_location='cuda:0'" not in ast.unparse(call)
         if name != "torch.load" or is_mapped or not call.args:
             continue
         # Where there are no ranks, or no GPU for each, or where rank 0 alone loads, or arrays.
@@ -443,7 +444,7 @@ def batches(code: Code) -> Found:
 
 def handles(code: Code) -> Found:
     """Find collectives that return at once, where nothing waits for any."""
-    for call, name, _ in _calls(code) if ".wait(" not in code.whole else ():
+    for call, name, _ in _calls(code) if not WAITS.search(code.whole) else ():
         if COLLECTIVE.fullmatch(name) and "async_op=True" in map(ast.unparse, call.keywords):
             yield "not waited for", call, {"what": name}
 
