@@ -197,7 +197,7 @@ with contextlib.suppress(ImportError):
 def save(real: Any, obj: Any, f: Any, *args: Any, **keywords: Any) -> None:
     """Save in one piece: ranks that save one file at once are a finding, not an accident here."""
     name = name_of(f) if isinstance(f, str | os.PathLike) else ""
-    record.tell("saved", path=name)
+    record.tell("saved")
     if not name:
         return real(obj, f, *args, **keywords)
     path = os.fspath(place_of(f, "w"))

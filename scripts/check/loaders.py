@@ -317,10 +317,9 @@ class Pass:
             return
         former, order = _former.get(self.key), self.indices
         _former[self.key] = self
-        # With another number, a few samples have the same order by chance. A first set_epoch(0)
-        # changes nothing, and is right.
-        is_new = former and (former.epoch != self.epoch or former.epochs_set == 0 < self.epochs_set)
-        if not former or is_new:
+        if not former or former.epoch != self.epoch:  # a few samples have equal orders by chance
+            return
+        if former.epochs_set == 0 < self.epochs_set:  # a first set_epoch(0), which is right
             return
         if len(order) > 2 and former.indices[: len(order)] == order:
             facts["what"] = f"epoch {facts['epoch']} had the order of the one before: "

@@ -109,9 +109,9 @@ def _count(real: Any, *args: Any, **keywords: Any) -> Any:
         facts["lines"] = list(itertools.islice(record.frames(), 2))  # of a helper, and its call
         kind = "sent to all" if name.startswith("broadcast") else "combined"
         record.tell(kind, elements=elements, **facts)
+    if name == "all_reduce":
         averaged = [item for item in wrappers if re.search("F[^f]*B$", item.calls)]
-        parameters = [p for item in averaged for p in item.ddp.parameters()]
-        if name == "all_reduce" and any(p.grad is sent for p in parameters):
+        if any(p.grad is sent for item in averaged for p in item.ddp.parameters()):
             record.tell("averaged twice")
     if name == "new_group":
         passed["backend"] = "gloo"

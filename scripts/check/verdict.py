@@ -434,29 +434,29 @@ def evaluation(report: Facts) -> Found:
             yield "padded evaluation", {**first, "level": level}
         if not is_shared or 0 in counts:
             continue
-        first["counts"] = " + ".join(map(str, counts))
+        facts = {**first, "counts": " + ".join(map(str, counts))}
         if combined:
-            yield from _means(report, items, counts)
+            yield from _means(report, items, counts, facts)
         elif combined is not None:
             deciding = [] if is_agreed or one_tests_all else events_of(report, "decides")
-            what = f"each rank evaluates its own share ({first['counts']} samples), and nothing "
+            what = f"each rank evaluates its own share ({facts['counts']} samples), and nothing "
             what += "combines them" + (": this line decides by a share" if deciding else "")
             line = (deciding or [first])[0]["line"]
             level = "NOTE" if one_tests_all else "WARN"
-            yield "evaluates a share", {**first, "what": what, "line": line, "level": level}
+            yield "evaluates a share", {**facts, "what": what, "line": line, "level": level}
 
 
-def _means(report: Facts, items: list[Facts], counts: list[int]) -> Found:
+def _means(report: Facts, items: list[Facts], counts: list[int], facts: Facts) -> Found:
     """Find a mean of the ranks' own results that is not the result of the whole."""
     lines = _averaged(report, items, counts)
     averages = [event for event in events_of(report, "averages") if event["line"] in lines]
     no_means = [event["line"] for event in averages if event["no_mean"]]
     if lines and len(set(counts)) > 1:
         what = "which is right only if all have the same number"
-        yield "mean of means", {**items[0], "what": what}
+        yield "mean of means", {**facts, "what": what}
     elif no_means:
-        facts = {"what": "but this one is no mean over samples", "line": no_means[0]}
-        yield "mean of means", {**items[0], **facts, "level": "NOTE"}
+        what = "but this one is no mean over samples"
+        yield "mean of means", {**facts, "what": what, "line": no_means[0], "level": "NOTE"}
 
 
 def _alone(report: Facts) -> Found:
