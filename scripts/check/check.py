@@ -25,7 +25,6 @@ import sys
 import tempfile
 import termios
 import time
-from collections import deque
 from pathlib import Path
 from subprocess import STDOUT, Popen
 from typing import Any
@@ -37,8 +36,6 @@ import verdict
 RANK = Path(__file__).resolve().with_name("rank.py")
 MOST_RANKS = 8
 GRACE = 10  # seconds in which the other ranks may end after one that failed
-IDLE = 15  # seconds in which ranks that wait in vain hardly work
-BUSY = 6  # looks, of ten a second, at which they still may work then
 UNUSED = "Expected to have finished reduction"  # DDP's error for parameters without gradients
 # Samples of each rank in an epoch: in the first run, in one with the script's own numbers, and in
 # one with whole data sets, which some evaluations need.
@@ -113,6 +110,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     """Run the script once, in a process for each rank, and return what the ranks told."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         request = request | {"port": free.getsockname()[1]}
+    request["until"] = time.time() + request["limit"]
     kept = dict(os.environ)
     if request["mode"] != "spawn":  # else the user may set variables of MPI for the script
         kept = {name: text for name, text in kept.items() if not LAUNCHERS.fullmatch(name)}
@@ -130,7 +128,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
             outputs: dict[str, Any] = {"stdout": output, "stderr": STDOUT, "stdin": terminal}
             processes.append(Popen(command, env=setting, start_new_session=True, **outputs))
     try:
-        are_idle = _wait(processes, time.monotonic() + request["limit"] + GRACE)
+        _wait(processes, request["until"] + GRACE)
         late = "stopped" if any(process.poll() for process in processes) else "time"
         hows = [late if process.poll() is None else "error" for process in processes]
     finally:  # also after Ctrl-C
@@ -149,7 +147,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         end = {"how": hows[rank], "message": "the process died", "line": ""}
         if process.returncode == -signal.SIGABRT:
             end["line"], talks = _aborted(root, rank)
-            end["how"] = "waited" if talks else "idle" if are_idle else "error"
+            end["how"] = "waited" if talks else "error"
         ends[rank] = told.pop() if told and told[-1]["kind"] == "end" else end
         ends[rank]["output"] = printed[-1][:200]
         events += told
@@ -161,29 +159,12 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     return {"events": events, "ends": ends}
 
 
-def _wait(processes: list[Popen[bytes]], until: float) -> bool:
-    """Wait for the ranks. If all are idle, they wait in vain: abort them, and return True."""
-    looks: deque[bool] = deque([True], maxlen=10 * IDLE)  # whether any rank worked
-    is_idle = False
-    while any(process.poll() is None for process in processes) and time.monotonic() < until:
+def _wait(processes: list[Popen[bytes]], until: float) -> None:
+    while any(process.poll() is None for process in processes) and time.time() < until:
         time.sleep(0.1)
         # A rank that fails, or that asks for another start, leaves with 1. The others may wait.
         if any(process.poll() for process in processes):
-            until = min(until, time.monotonic() + GRACE)
-        looks.append(any(map(_works, processes)))
-        if len(looks) == looks.maxlen and sum(looks) < BUSY:
-            is_idle = True
-            for process in processes:
-                if process.poll() is None:
-                    os.kill(process.pid, signal.SIGABRT)
-    return is_idle
-
-
-def _works(process: Popen[bytes]) -> bool:
-    """Whether a process computes, reads from a disk, or would do so if the machine were free."""
-    children = project.text_of(Path(f"/proc/{process.pid}/task/{process.pid}/children")).split()
-    states = [project.text_of(Path(f"/proc/{pid}/stat")) for pid in (process.pid, *children)]
-    return any(state.rpartition(")")[2][1:2] in ("R", "D") for state in states)
+            until = min(until, time.time() + GRACE)
 
 
 def _aborted(root: Path, rank: int) -> tuple[str, bool]:

@@ -73,7 +73,7 @@ def init_process_group(real: Any, *args: Any, **keywords: Any) -> None:
     state.is_parent = False
     store = dist.FileStore(f"{state.root}/.store{state.groups}", world)
     record.tell("group", given=rank)
-    wait = timedelta(seconds=state.limit)  # the check ends ranks that wait in vain
+    wait = timedelta(seconds=state.limit / 3)  # a rank that waits for longer waits in vain
     real("gloo", store=store, rank=state.rank, world_size=world, timeout=wait)
 
 
@@ -114,7 +114,7 @@ def _count(real: Any, *args: Any, **keywords: Any) -> Any:
         if any(p.grad is sent for item in averaged for p in item.ddp.parameters()):
             record.tell("averaged twice")
     if name == "new_group":
-        passed["backend"] = "gloo"
+        passed |= {"backend": "gloo", "timeout": timedelta(seconds=state.limit / 3)}
     with _counted:
         result = real(**passed)
     if name.startswith("all_gather") and isinstance(sent, Tensor) and sent.requires_grad:

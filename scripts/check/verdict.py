@@ -118,17 +118,14 @@ def judge(report: Facts) -> Verdict:
 def _could_not(report: Facts, kinds: set[str]) -> str:
     """Return why the script was not judged, or could not be run to its end, or nothing."""
     has_step = events_of(report, "step")
-    for how in ("error", "not judged", "again", "idle", "waited", "time"):
-        for rank, end in report["ends"].items():
+    for how in ("error", "not judged", "again", "waited", "time"):
+        for end in report["ends"].values():
             if end["how"] != how or (how == "waited" and kinds) or (how == "time" and has_step):
                 continue
             if how in ("error", "waited"):
                 return f"could not run your script: {failed(report)}"
-            message = {
-                "idle": f"rank {rank} waited in vain at {end['line']}, but not for another rank",
-                "time": f"not done after {report['limit']:.0f} s (--limit)",
-            }
-            return f"not judged: {message.get(how, end.get('message'))}"
+            late = f"not done after {report['limit']:.0f} s (--limit), but at {end['line']}"
+            return f"not judged: {late if how == 'time' else end['message']}"
     if not events_of(report, "group"):
         return "not judged: it makes no process group, as a script of a single process"
     is_wrapped = events_of(report, "wrapped")

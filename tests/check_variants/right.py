@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import torch
@@ -83,7 +82,6 @@ if rank == 0:
         writer.add_scalar("loss", 1.0, 1)
     Path("runs/settings.txt").write_text("rate 0.1")
     assert wandb.init(config={"lr": 0.1}).config.lr == 0.1
-time.sleep(20)  # as one who waits for a file system
 
 kept = torch.Generator().manual_seed(0)
 train_set, valid_set = random_split(Images(2400), [2000, 400], generator=kept)
