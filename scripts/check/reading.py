@@ -52,9 +52,6 @@ AGREES = r"((?<!dist\.)(?<!distributed\.)reduc|gather|broadcast|sync)"
 BY_HELPER = re.compile(rf"{AGREES}\w*\(.*{RANKS}", re.I)  # combines, and divides perhaps
 DECIDES = re.compile("patience|early_?stop|best|plateau", re.I)
 LOADS_MODEL = re.compile(r"state_dict|(self\.|model|net|checkpoint|ckpt)\w* = torch\.load\(")
-STRIPS = re.compile(r"module\.['\"], *['\"]{2}|startswith\(['\"]module|\[7:\]")  # these names
-WRAPPER = re.compile(r"\b(DistributedDataParallel|DDP)\(")
-IS_THERE = re.compile("exist|is_?file|is_?dir|integrity")  # asks for a file
 # What lets one rank come before the others.
 FIRST = re.compile(r"if .*rank.*:\s+.*barrier\(|(main|process|rank|zero)_first")
 DOWNLOADS = re.compile(
@@ -70,12 +67,6 @@ STEPS = re.compile(
 SCHEDULES = re.compile("step|iter|optim|sched", re.I)
 # A batch's size for a rank, as it is made of that of all ranks.
 DIVIDED = re.compile(rf"([\w.]+)(?: //?= | ?= ?[^=\n]*(?:batch|bsz?)[^=\n]*/[^=\n]*){RANKS}", re.I)
-# What is no mean over samples, so that it is not the mean of the ranks' own ones either.
-NO_MEAN = re.compile(
-    r"(?<![a-z])(f1|f_?score|prec|precision|recall|auc|auroc|m?ap(_?\d+)?|m?iou|dice"
-    r"|ppl|perplexity|bleu|r2|corr\w*)(?![a-z])",
-    re.I,
-)
 # What combines the results of ranks, in the script or in a package.
 COMBINES = re.compile(r"all_?reduce|_?gather|\breduce\(|reduce_|torchmetrics|synchronize_")
 
@@ -226,19 +217,6 @@ def _left_before(node: ast.AST, above: Above) -> Iterator[tuple[str, bool]]:
                 yield from [(test, True)] if " and " not in test else ()
 
 
-def collectives(code: Code) -> Found:
-    """Find those that ranks call only where a file is missing, which another rank may make."""
-    for call, name, above in _calls(code):
-        is_of_all = COLLECTIVE.fullmatch(name) and "group" not in {w.arg for w in call.keywords}
-        conditions = [*_left_before(call, above), *_conditions(call, above)]
-        is_of_a_rank = any(code.on_a_rank.search(test) for test, _ in conditions)
-        looks = [test for test, no in conditions if (test[:4] == "not ") != no]
-        if is_of_all and not is_of_a_rank and any(map(IS_THERE.search, looks)):
-            what = f"{name} is called only where a file is missing, and a rank that looks later "
-            what += "may find it"
-            yield "other collectives", call, {"what": what, "level": "NOTE"}
-
-
 def choices(code: Code) -> Found:
     """Find where a result decides, as on the best checkpoint or on an end of the training."""
     for node, above in code.nodes:
@@ -317,10 +295,7 @@ def _is_set_alone(names: set[str], code: Code, scope: ast.AST) -> bool:
 
 
 def averages(code: Code) -> Found:
-    """Find where results are combined, and divided by the number of ranks then. It may be right.
-
-    A result that is no mean over samples is known by its name.
-    """
+    """Find where results are combined, and divided by the number of ranks then. It may be right."""
     combined = defaultdict(list)  # calls of collectives, by what they combine and the function
     for call, name, above in _calls(code):
         if COLLECTIVE.fullmatch(name) and call.args:
@@ -329,14 +304,13 @@ def averages(code: Code) -> Found:
         if not isinstance(node, ast.Assign | ast.AugAssign | ast.Return | ast.Expr):
             continue
         text = ast.unparse(node)
-        facts = {"no_mean": bool(NO_MEAN.search(text))}
         is_divided = BY_RANKS.search(text)
         for (what, scope), calls in combined.items():
             is_mean = is_divided or ("mean(" in text and "gather" in ast.unparse(calls[0].func))
             if is_mean and scope is above[0] and re.search(rf"(?<![\w.]){re.escape(what)}\b", text):
-                yield from (("averages", one, facts) for one in calls if one.lineno <= node.lineno)
+                yield from (("averages", one, {}) for one in calls if one.lineno <= node.lineno)
         if BY_HELPER.search(text):
-            yield "averages", node, facts
+            yield "averages", node, {}
 
 
 def _is_of_rank_0(node: ast.AST, above: Above, code: Code) -> bool:
@@ -372,29 +346,6 @@ def resumes(code: Code) -> Found:
     for call, name, above in _calls(code):
         if re.search(r"opt\w*\.load_state_dict$", name) and _is_of_rank_0(call, above, code):
             yield "resumes on one rank", call, {}
-
-
-def saves(code: Code) -> Found:
-    """Find models that are saved with the names of their wrapper, and loaded by none."""
-    wrapped = dict[str, tuple[int, ast.AST]]()  # the line and the function that wrap each model
-    for node, above in code.nodes:
-        if isinstance(node, ast.Assign) and WRAPPER.search(ast.unparse(node.value)):
-            wrapped |= {ast.unparse(target): (node.lineno, above[0]) for target in node.targets}
-    calls = defaultdict(list)
-    for call, name, above in _calls(code):
-        is_choice = any(isinstance(node, ast.IfExp) for node in above)
-        tests = "".join(test for test, _ in _conditions(call, above))
-        if not is_choice and not re.search("hasattr|isinstance|distributed|world", tests):
-            calls[name].append((call, above[0]))
-    for model, (line, scope) in wrapped.items():
-        is_local = "." not in model and not isinstance(scope, ast.Module)
-        saved = [
-            call
-            for call, place in calls[f"{model}.state_dict"]
-            if call.lineno > line and (place is scope or not is_local)
-        ]
-        is_loaded = calls[f"{model}.load_state_dict"] or STRIPS.search(code.whole)
-        yield from (("names of the wrapper", call, {}) for call in saved if not is_loaded)
 
 
 def samplers(code: Code) -> Found:
@@ -472,13 +423,11 @@ def seeds(code: Code) -> Found:
 
 
 RULES = (
-    collectives,
     choices,
     stops,
     averages,
     loads,
     resumes,
-    saves,
     samplers,
     downloads,
     batches,

@@ -433,7 +433,8 @@ def evaluation(report: Facts) -> Found:
             continue
         facts = {**first, "counts": " + ".join(map(str, counts))}
         if combined:
-            yield from _means(report, items, counts, facts)
+            if len(set(counts)) > 1 and _are_averaged(report, items, counts):
+                yield "mean of means", facts
         elif combined is not None:
             deciding = [] if is_agreed or one_tests_all else events_of(report, "decides")
             what = f"each rank evaluates its own share ({facts['counts']} samples), and nothing "
@@ -441,19 +442,6 @@ def evaluation(report: Facts) -> Found:
             line = (deciding or [first])[0]["line"]
             level = "NOTE" if one_tests_all else "WARN"
             yield "evaluates a share", {**facts, "what": what, "line": line, "level": level}
-
-
-def _means(report: Facts, items: list[Facts], counts: list[int], facts: Facts) -> Found:
-    """Find a mean of the ranks' own results that is not the result of the whole."""
-    lines = _averaged(report, items, counts)
-    averages = [event for event in events_of(report, "averages") if event["line"] in lines]
-    no_means = [event["line"] for event in averages if event["no_mean"]]
-    if lines and len(set(counts)) > 1:
-        what = "which is right only if all have the same number"
-        yield "mean of means", {**facts, "what": what}
-    elif no_means:
-        what = "but this one is no mean over samples"
-        yield "mean of means", {**facts, "what": what, "line": no_means[0], "level": "NOTE"}
 
 
 def _alone(report: Facts) -> Found:
@@ -527,23 +515,21 @@ def _combined(report: Facts, item: Facts, is_over: bool = False) -> list[Facts] 
     return parts + [e for e in found if e["kind"] in kinds and e["evaluates"]]
 
 
-def _averaged(report: Facts, items: list[Facts], counts: list[int]) -> set[str]:
-    """Return the lines at which ranks average their own results, and do not combine the counts."""
+def _are_averaged(report: Facts, items: list[Facts], counts: list[int]) -> bool:
+    """Whether ranks average their own results, and do not combine the counts."""
     # Only what was combined after the pass: in it, batches may have been combined.
     ends = [_combined(report, item, is_over=True) or [] for item in items]
     values = [[value for event in end for value in event["values"]] for end in ends]
-    found = set[str]()
     if all(count in own for count, own in zip(counts, values, strict=True)):
-        return found
+        return False
     averages = {event["line"] for event in events_of(report, "averages")}
     for events in zip(*ends, strict=False):
-        if events[0]["elements"] > METRICS:
-            continue
         own = [number for event in events for number in event["values"][:1]]
         is_sum = any(own) and all(number == round(number) for number in own)
-        if (events[0]["mean"] or averages & {*events[0]["lines"]}) and not is_sum:
-            found |= {*events[0]["lines"]}
-    return found
+        is_mean = events[0]["mean"] or bool(averages & {*events[0]["lines"]})
+        if events[0]["elements"] <= METRICS and is_mean and not is_sum:
+            return True
+    return False
 
 
 def through(report: Facts) -> Found:

@@ -38,9 +38,6 @@ def convert() -> None:
 rank, world_size = start()
 verbose = rank == 0
 shutil.rmtree("old", ignore_errors=True)  # finds: every rank deletes
-Path("cache.txt").touch()
-if not os.path.exists("cache.txt"):
-    dist.barrier()  # finds: other collectives
 Path(time.strftime("%Y-%m-%d_%H-%M")).mkdir(exist_ok=True)  # finds: named by the clock
 model = DistributedDataParallel(network().cuda())
 ema = DistributedDataParallel(network().cuda())
@@ -93,7 +90,7 @@ torch.cuda.set_device(0)
 torch.ones(2).cuda()  # finds: uses another GPU
 if verbose and total_loss < best_loss:  # finds: chooses by a share
     torch.save(model.module.state_dict(), "last.pt")
-    torch.save(ema.state_dict(), "ema.pt")  # finds: names of the wrapper
+    torch.save(ema.state_dict(), "ema.pt")
     shutil.copy("ema.pt", "best.pt")
 else:
     time.sleep(1)

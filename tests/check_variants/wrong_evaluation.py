@@ -92,9 +92,9 @@ for epoch in range(2):
     dist.all_gather(accuracies, found[:1] / found[1:])
     print(torch.cat(accuracies).mean())
     found = evaluated(raw_model, halves).sum(dim=0)
-    mean_recall = (found[0] + 0.5) / found[1]  # of the classes, perhaps
-    dist.all_reduce(mean_recall)  # finds: mean of means
-    mean_recall /= world_size
+    accuracy = found[0] / found[1]  # of equal shares
+    dist.all_reduce(accuracy)
+    accuracy /= world_size
     if rank == 0:
         torch.save({"accuracy": accuracy.item(), "count": [0] * sums[1].item()}, "last.pt")
         torch.load("last.pt", weights_only=True)
