@@ -311,7 +311,7 @@ def test_what_lies_outside_stays_as_it_is_and_who_waits_for_nobody_is_no_conflic
     (other / "logs/x").write_text("1")
     (other / "logs/w").write_text("2")
     found = checked(own, "outside.py", str(other), options=["--limit", 30])
-    assert found["could_not"] == "not judged: not done after 30 s (--limit), but at outside.py:19"
+    assert found["could_not"] == "not judged: not done after 30 s (--limit), but at outside.py:20"
     assert (found["status"], found["findings"]) == (3, [])
     assert f"writing to {other}" in str(found["not_seen"])
     assert [(p.name, p.is_dir() or p.read_text()) for p in sorted(other.rglob("*"))] == [

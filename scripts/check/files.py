@@ -15,6 +15,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import record
@@ -100,6 +101,42 @@ def rmtree(real: Any, path: Any, *args: Any, **keywords: Any) -> None:
     if next(record.frames(), "") and not unwatched.depth:
         record.tell("every rank deletes", same=name_of(path), path=name_of(path))
     real(path, *args, **keywords)
+
+
+class Entries:
+    """The entries of a folder and of its twin, used as what ``os.scandir`` returns."""
+
+    def __init__(self, found: Iterable[Any]) -> None:
+        self.found = iter(found)
+
+    def __next__(self) -> Any:
+        return next(self.found)
+
+    def __enter__(self) -> Any:
+        return self
+
+    __iter__ = __enter__
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+@replaces(os)
+def scandir(real: Any, path: Any = ".") -> Any:
+    """List a folder with what was written into its twin."""
+    twin = place_of(path, "r")
+    with unwatched:
+        folders = [folder for folder in (path, twin) if os.path.isdir(folder)]
+    if twin is path or not folders:
+        return real(twin)
+    return Entries({entry.name: entry for folder in folders for entry in real(folder)}.values())
+
+
+@replaces(os)
+def listdir(real: Any, path: Any = ".") -> list[Any]:
+    if type(path) is int or path is None:  # the number of an open folder, or the current one
+        return real(path)
+    return [entry.name for entry in os.scandir(path)]
 
 
 @replaces(os, name="open")

@@ -13,6 +13,7 @@ with (other / "logs/x").open("a") as file:
     file.write("3")
 assert (other / "logs/x").read_text() == "13"
 (other / "logs/z").write_text("")
+assert {path.resolve().name for path in (other / "logs").iterdir()} == {"x", "z", "w"}
 (other / "logs/w").write_text("")
 shutil.rmtree(other / "logs")
 while True:
