@@ -35,7 +35,9 @@ unwatched = record.Nested()  # while the check itself uses files
 
 def _tell_clock(name: str) -> None:
     """Tell of a name with the time of the last minute: another rank may read another time."""
-    for ago in (0, 60) if not state.has_broadcast else ():  # it may have sent the name
+    # Rank 0 may have sent the name, or a parent may have given it to its processes.
+    is_shared = state.has_broadcast or state.mode == "spawn"
+    for ago in (0, 60) if not is_shared else ():
         now = time.localtime(time.time() - ago)
         pattern = time.strftime(r"((%m|%b)\W?%d|%d\W?(%m|%b)).{0,6}%H\D?%M", now)
         if re.search(pattern, name) and not re.search(rf"rank\D?{state.rank}(?!\d)", name):

@@ -274,8 +274,8 @@ class Pass:
         self.whole_length = len(whole) if self.length else 0
         self.indices: list[int] = []
         self.samples: list[Any] = []
-        self.batches = math.inf  # of a stream, or of a sampler without an end
-        with contextlib.suppress(TypeError):
+        self.batches = math.inf  # of a stream, or of a sampler without a length
+        with contextlib.suppress(Exception):
             self.batches = len(loader) if self.length else math.inf
         self.before: dict[str, int] = {}  # states of the generators before a batch was read
         self.rows = 0  # rows of the last forward: a script may take a part of a batch

@@ -212,14 +212,15 @@ CALLS: dict[str, Any] = {name: Stub(return_value=answer) for name, answer in ANS
 CALLS |= {"device_count": lambda: len(visible())}
 CALLS |= dict.fromkeys(("current_device", "current_device_index"), lambda: _current)
 CALLS |= dict.fromkeys(("set_device", "set_device_index", "set_device_idx", "device"), set_device)
-CALLS |= {"get_rng_state": lambda *args: torch.get_rng_state()}
+CALLS |= {"get_rng_state": lambda *args, **keywords: torch.get_rng_state()}
 CALLS |= {name: getattr(torch, name) for name in dir(torch) if name.endswith("Tensor")}
 for _owner in (torch.cuda, torch.accelerator):
     for _name, _value in list(vars(_owner).items()):
         if _name in CALLS or (inspect.isfunction(_value) and _name[0] != "_"):
             setattr(_owner, _name, CALLS.get(_name, Stub(return_value=0)))
-Tensor.record_stream = Stub()  # type: ignore[assignment, method-assign]
 torch.Generator = Generator  # type: ignore[misc]
+# A function, since torch.fx looks at the names of all methods.
+Tensor.record_stream = lambda self, stream: None  # type: ignore[assignment, method-assign]
 torch.set_default_device = torch.set_default_tensor_type = Stub()
 Devices().__enter__()
 
@@ -267,8 +268,7 @@ def tracker(name: str) -> Stub:
 
         def __init__(self, *args: Any, **keywords: Any) -> None:
             self._opened = open_one(*args, **keywords)
-            if level == "WARN":  # it makes its file at once
-                log()
+            log()  # it makes its file at once
 
         def __getattr__(self, name: str) -> Any:
             return getattr(vars(self).get("_opened", Stub()), name)

@@ -257,6 +257,7 @@ def stops(code: Code) -> Found:
             is_agreed = _is_agreed(names, code.text)
             is_own = bool(OWN_LOSS.search(test) or (goes_on and OWN_BATCH.search(test)))
             is_own = is_own and not OF_EVALUATION.search(test) and not is_agreed
+            is_own = is_own and getattr(above[0], "name", "") not in code.alone
             is_alone = code.on_a_rank.search(test) or _is_set_alone(names, code, above[0])
             leaves = not isinstance(node, ast.Raise)
             if is_own and goes_on:

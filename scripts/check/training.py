@@ -28,6 +28,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook as after_step
 from torch.optim.optimizer import register_optimizer_step_pre_hook as before_step
 
@@ -98,6 +99,8 @@ def _count(real: Any, *args: Any, **keywords: Any) -> Any:
         record.tell("sent between two")
         return real(*args, **keywords)
     state.clock += dist.get_world_size(passed.get("group")) == state.world
+    if "object" in name:  # it puts its bytes on the current GPU
+        pretend.put(None)
     state.has_broadcast |= name.startswith("broadcast")
     if re.search("reduce|gather|broadcast", name):
         elements = sent.numel() if isinstance(sent, Tensor) else 0
@@ -217,9 +220,11 @@ def wrap(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
     if state.finds_unused:
         passed["find_unused_parameters"] = True
     ids = [vars(part)["_pretended"] for part in model.modules() if "_pretended" in vars(part)]
-    ids += passed.pop("device_ids", None) or []
+    given = passed.pop("device_ids", None)
+    ids += given or []
     passed.pop("output_device", None)
     real(**passed)
+    self.device_ids = given  # which a script may ask for
     state.clock += 1
     Watched(self)
     record.tell("wrapped")
@@ -239,15 +244,19 @@ def forward(real: Any, self: Any, *args: Any, **keywords: Any) -> Any:
         item.note("F" if self.require_backward_grad_sync else "f")
     elif self.will_sync_module_buffers():  # it sends them from rank 0
         record.tell("through")
+    ids, self.device_ids = self.device_ids, None  # else it would move the inputs there
     with item.in_forward:
-        return real(self, *args, **keywords)
+        outputs = real(self, *args, **keywords)
+    self.device_ids = ids
+    return outputs
 
 
 def _module_begins(module: nn.Module, inputs: Any) -> None:
+    if next(module.parameters(), None) is None:  # a transform, or a loss that calls the model
+        return
     grads = torch.is_grad_enabled()
     trains = grads and any(p.requires_grad for p in module.parameters())
-    has_parameters = next(module.parameters(), None) is not None  # a transform has none
-    if has_parameters and not _forwards.depth and not _backwards.depth:
+    if not _forwards.depth and not _backwards.depth:
         modes = [part.training for part in module.modules() if isinstance(part, NORMS + DROPOUTS)]
         mode = any(modes) if modes else None
         is_of_batch = loaders.forward_begins(grads, mode)
@@ -267,6 +276,8 @@ def _module_begins(module: nn.Module, inputs: Any) -> None:
 
 
 def _module_ends(module: nn.Module, inputs: Any, output: Any) -> None:
+    if next(module.parameters(), None) is None:
+        return
     _forwards.depth = max(_forwards.depth - 1, 0)
     for batch in loaders.latest if not _forwards.depth and not torch.is_grad_enabled() else ():
         if id(module) not in batch.tested:  # after it, because a wrapper may send buffers in it
@@ -406,6 +417,15 @@ def _step_ends(optimizer: Any, args: Any, keywords: Any) -> None:
 
 before_step(_step_begins)
 after_step(_step_ends)
+
+
+def _note_schedule(real: Any, *args: Any, **keywords: Any) -> None:
+    record.tell("stepped a schedule")
+    real(*args, **keywords)
+
+
+for _schedule in (LRScheduler, ReduceLROnPlateau):
+    replaces(_schedule, name="step")(_note_schedule)
 
 
 record.refuse("nn.DataParallel", nn.DataParallel, "__init__")

@@ -201,7 +201,11 @@ def conflicts(report: Facts) -> Found:
         line = next(end["line"] for _, end in ends if end["how"] == "waited")
         kind = "a rank stops alone" if gone else "other collectives"
         what = "; ".join(waits + gone)
-        yield kind, {"line": line, "what": f"{what}: the others wait for ever" if gone else what}
+        facts = {"line": line, "what": f"{what}: the others wait for ever" if gone else what}
+        alone = [event for event in events_of(report, "through") if event["line"] == line]
+        if len({event["rank"] for event in alone}) == 1:
+            kind, facts = "evaluates through the wrapper", alone[0]
+        yield kind, facts
 
 
 def by_ranks(report: Facts) -> Found:
@@ -546,6 +550,17 @@ def through(report: Facts) -> Found:
             yield "evaluates through the wrapper", {**event, "level": level}
 
 
+def schedules(report: Facts) -> Found:
+    """Find lines at which some ranks alone step a schedule."""
+    ranks = defaultdict(set)
+    for event in events_of(report, "stepped a schedule"):
+        ranks[event["line"]].add(event["rank"])
+    are_whole = {end["how"] for end in report["ends"].values()} <= WHOLE
+    for line, own in ranks.items() if are_whole else ():
+        if len(own) < report["world"]:
+            yield "schedule of one rank", {"line": line, "ranks": " and ".join(map(str, own))}
+
+
 def unready(report: Facts) -> Found:
     """Find files that a rank loads although another one may not have saved them yet."""
     saves = events_of(report, "every rank saves")
@@ -565,5 +580,6 @@ COMPARISONS = (
     inputs,
     evaluation,
     through,
+    schedules,
     unready,
 )

@@ -73,7 +73,6 @@ shown = {}
 shown["losses"] = rank == 0
 if dist.is_initialized():
     dist.barrier()
-SummaryWriter("runs")  # which rank 0 alone writes to
 if not os.path.exists("more"):  # noqa: SIM102
     if rank == 0:
         os.makedirs("more")

@@ -88,6 +88,7 @@ for step, _ in enumerate(DataLoader(train_set, batch_size, sampler=sampler)):
 dist.broadcast_object_list([rank])
 torch.cuda.set_device(0)
 torch.ones(2).cuda()  # finds: uses another GPU
+dist.broadcast_object_list([rank])  # finds: uses another GPU
 if verbose and total_loss < best_loss:  # finds: chooses by a share
     torch.save(model.module.state_dict(), "last.pt")
     torch.save(ema.state_dict(), "ema.pt")

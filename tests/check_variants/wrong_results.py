@@ -12,6 +12,7 @@ rank, world_size = start()
 model = network(nn.BatchNorm1d(16)).cuda()
 model = DistributedDataParallel(model, broadcast_buffers=False)  # finds: buffers differ
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
+schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
 
 images = Images(640)
 order = DistributedSampler(images, seed=rank)
@@ -21,3 +22,5 @@ for inputs, labels in DataLoader(images, 64, sampler=order):  # finds: equal sha
         dist.all_reduce(parameter.grad)  # finds: averaged twice
     optimizer.step()
     optimizer.zero_grad()
+if rank == 0:
+    schedule.step(0.1)  # finds: schedule of one rank
