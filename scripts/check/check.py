@@ -96,11 +96,10 @@ def check(script: Path, package: str | None, args: argparse.Namespace) -> verdic
         elif any(UNUSED in end.get("message", "") for end in told["ends"].values()):
             earlier = [told]
             wanted = wanted | {"finds_unused": True}
-        elif "group" in kinds or has_changes:
-            if has_failed and is_small:
-                wanted = wanted | {"size": 1}
-            elif "error" in hows:
-                wanted = wanted | {"size": 2}
+        elif has_failed and is_small and ("group" in kinds or has_changes):
+            wanted = wanted | {"size": 1}
+        elif "error" in hows and has_changes:
+            wanted = wanted | {"size": 2}
         for end in report["ends"].values():
             if "wants" in end:
                 wanted = wanted | {"size": 0} | end["wants"]

@@ -53,7 +53,11 @@ _former: dict[str, "Pass"] = {}  # the training pass before, by the key of the l
 def shorter(length: int) -> int:
     """Return a length that divides by the number of ranks exactly if the given one does."""
     most = state.samples * state.world
-    return length if length <= most or whole_lengths.depth else most - (-length % state.world)
+    if length <= most or whole_lengths.depth:
+        return length
+    short = most - (-length % state.world)
+    state.changed["data"] = f"a data set's length {length} to {short}"
+    return short
 
 
 @replaces(data, data.dataset)
@@ -299,10 +303,12 @@ class Pass:
         self.dataset = None  # which the script may let go
         if self.number < 0:  # the script has only looked at the data
             return
+        self.complete = self.complete or self.reads >= self.batches
+        # A whole pass without a backward evaluates, also with gradients, which may be forces.
+        self.evaluated = self.evaluated or (self.complete and not self.trained)
         if not self.trained and not self.evaluated and self.mode is not False:
             _counts[self.key] -= 1  # it has only looked at the model
             return
-        self.complete = self.complete or self.reads >= self.batches
         names = ["begun", "number", "complete", "length", "whole_length", "is_known", "is_apart"]
         names += ["content", "indices", "samples"]
         facts = self.facts | {name: getattr(self, name) for name in names}

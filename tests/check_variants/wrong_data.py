@@ -29,8 +29,8 @@ class Changed(Images):
 dist.init_process_group("nccl")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 torchvision.datasets.MNIST("data", download=True)  # finds: every rank downloads
-writer = SummaryWriter("runs")
-writer.add_scalar("ranks", 2, 0)  # finds: every rank logs
+writer = SummaryWriter("runs")  # finds: every rank logs
+writer.add_scalar("ranks", 2, 0)
 with contextlib.suppress(FileExistsError):
     if not os.path.exists("made"):  # finds: every rank makes a folder
         os.makedirs("made")
