@@ -213,7 +213,8 @@ def save(real: Any, obj: Any, f: Any, *args: Any, **keywords: Any) -> None:
 def load(real: Any, f: Any, map_location: Any = None, *args: Any, **keywords: Any) -> Any:
     if isinstance(f, str | os.PathLike):
         f = place_of(f, "r")
-        record.tell("load", path=name_of(f))
+        if not state.is_parent:  # it may go on when its ranks have ended
+            record.tell("load", path=name_of(f))
     loaded = real(f, map_location if callable(map_location) else "cpu", *args, **keywords)
     record.tell("loaded", has_tensors=_has_tensors(loaded))
     return loaded

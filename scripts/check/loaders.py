@@ -262,7 +262,7 @@ class Pass:
         self.key, self.begun = self.facts["key"], state.clock
         sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
         self.epoch = getattr(sampler, "epoch", 0)
-        self.epochs_set = getattr(sampler, "_epochs_set", 0)
+        self.sampler, self.epochs_set = sampler, 0  # how often its epoch was set before the end
         self.number = -1  # of this pass over the loader; the first forward sets it
         self.mode: bool | None = None  # whether the first model is in training mode
         self.is_fresh = self.trained = self.evaluated = self.complete = self.is_apart = False
@@ -300,7 +300,8 @@ class Pass:
     def finish(self) -> None:
         """Tell what was drawn, and what is wrong with it that this rank alone can see."""
         _open.remove(self)
-        self.dataset = None  # which the script may let go
+        self.epochs_set = getattr(self.sampler, "_epochs_set", 0)
+        self.dataset = self.sampler = None  # which the script may let go
         if self.number < 0:  # the script has only looked at the data
             return
         self.complete = self.complete or self.reads >= self.batches
@@ -318,7 +319,8 @@ class Pass:
         facts["divided"] = 0 < self.rows < self.fetched
         record.tell("pass", **facts)
         if not self.trained:
-            if self.mode and self.complete:
+            # With a loader that trains, it may be the batch statistics that are computed anew.
+            if self.mode and self.complete and not _epochs[self.key]:
                 record.tell("evaluates in training mode", **facts)
             return
         former, order = _former.get(self.key), self.indices

@@ -39,6 +39,7 @@ OTHER_TYPES = re.compile("not implemented for|same dtype|should be the same|expe
 _current = 0
 models_on: set[int] = set()  # indices of the GPUs that wrapped models are on
 _elsewhere: set[str] = set()  # lines that put something on another one
+_used: dict[str, int] = {}  # the GPU that each line used before a model was wrapped
 _visible: list[str] = []  # the GPUs that this process sees, since it first used one
 
 
@@ -74,11 +75,27 @@ def use(device: Any = None) -> int:
 def put(device: Any) -> int:
     """Return the index of a GPU that gets a tensor or a model."""
     index = use(device)
-    line = next(record.frames(), "") if models_on and index not in models_on else ""
+    if state.is_parent:  # of which a rank is no part
+        return index
+    if not models_on:
+        _used[next(record.frames(), "")] = index
+    elif index not in models_on:
+        _tell_elsewhere(next(record.frames(), ""), index)
+    return index
+
+
+def _tell_elsewhere(line: str, index: int) -> None:
     if line and line not in _elsewhere:
         _elsewhere.add(line)
-        record.tell("uses another GPU", device=index, own=min(models_on))
-    return index
+        record.tell("uses another GPU", line=line, device=index, own=min(models_on))
+
+
+def wrapped_on(index: int) -> None:
+    """Note that a wrapped model is on this GPU, and tell what the process put on others before."""
+    models_on.add(index)
+    for line, used in _used.items():
+        if used not in models_on:
+            _tell_elsewhere(line, used)
 
 
 def set_device(device: Any) -> Stub:
@@ -213,6 +230,7 @@ CALLS |= {"device_count": lambda: len(visible())}
 CALLS |= dict.fromkeys(("current_device", "current_device_index"), lambda: _current)
 CALLS |= dict.fromkeys(("set_device", "set_device_index", "set_device_idx", "device"), set_device)
 CALLS |= {"get_rng_state": lambda *args, **keywords: torch.get_rng_state()}
+CALLS |= {"get_rng_state_all": lambda: [torch.get_rng_state()] * len(visible())}
 CALLS |= {name: getattr(torch, name) for name in dir(torch) if name.endswith("Tensor")}
 for _owner in (torch.cuda, torch.accelerator):
     for _name, _value in list(vars(_owner).items()):

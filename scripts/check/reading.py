@@ -378,7 +378,7 @@ def downloads(code: Code) -> Found:
     for call, name, above in _calls(code):
         asks = "download=True" in map(ast.unparse, call.keywords) or DOWNLOADS.fullmatch(name)
         if asks and not _is_of_rank_0(call, above, code) and not FIRST.search(code.whole):
-            facts = {"ranks": "0 and 1", "name": name, "level": "NOTE", "read": True}
+            facts = {"ranks": "that come here", "name": name, "level": "NOTE", "read": True}
             yield "every rank downloads", call, facts
 
 
@@ -419,7 +419,7 @@ def seeds(code: Code) -> Found:
         if name != "torch.manual_seed" or OWN_SEED.search(code.whole):
             continue
         if "spawn(" not in ast.unparse(above[0]):  # else the ranks do not know this seed
-            facts = {"ranks": "0 and 1", "where": "after this seed", "name": "torch"}
+            facts = {"ranks": "that come here", "where": "after this seed", "name": "torch"}
             yield "equal random numbers", call, facts | {"guessed": "step", "optional": True}
 
 

@@ -149,5 +149,10 @@ def again(ranks: int, mode: str) -> NoReturn:
 
 def refuse(what: str, owner: Any, name: str) -> None:
     """Let this function end the run, because the check does not judge what it does."""
-    message = f"it uses {what}, which is not judged"
-    setattr(owner, name, lambda *args, **keywords: leave("not judged", message=message))
+
+    def end(*args: Any, **keywords: Any) -> None:
+        if state.steps:
+            leave("cut", message=f"what follows after its training: it uses {what}")
+        leave("not judged", message=f"it uses {what}, which is not judged")
+
+    setattr(owner, name, end)

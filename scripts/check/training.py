@@ -58,6 +58,7 @@ _backwards = record.Nested()  # checkpointing computes a part of the forward aga
 _began: dict[str, int] = {}  # torch's random state when this step got its batch
 _stepping: list[Any] = []  # the parameters of each optimizer whose step has begun
 _turns: Counter[Any] = Counter()  # number of steps of each optimizer
+_inputs: list[dict[str, Any]] = []  # of the last forward, if they are of no loader
 
 
 @replaces(dist, c10d)
@@ -230,7 +231,7 @@ def wrap(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
     record.tell("wrapped")
     if ids:
         index = pretend.use(ids[0])
-        pretend.models_on.add(index)
+        pretend.wrapped_on(index)
         device = pretend.visible()[index]
         record.tell("two ranks on one device", same=(state.node, device), device=device)
 
@@ -266,9 +267,9 @@ def _module_begins(module: nn.Module, inputs: Any) -> None:
         for batch in loaders.latest if trains else ():
             batch.rows = tensors[0].shape[0] if tensors else batch.rows
         if trains and tensors and not loaders.latest and state.steps < SHOWN:
-            digests = [loaders.digest(tensor) for tensor in tensors]
             seeded = next((line for line, _ in loaders.seeds.values()), "")
-            record.tell("input", digests=digests, seeded=seeded)
+            facts = {"digests": [loaders.digest(tensor) for tensor in tensors], "seeded": seeded}
+            _inputs[:] = [facts | {"line": next(record.frames(), "")}]
     _forwards.depth += 1
     for item in wrappers if trains and not _backwards.depth else ():
         if id(module) in item.modules and not item.in_forward.depth and item.calls[-1:] != "P":
@@ -312,10 +313,29 @@ def backward(real: Any, *args: Any, **keywords: Any) -> Any:
             _tell_divided(record.by_name(real, *args, **keywords)["tensors"])
         is_apart = bool(wrappers) and all(item.has_stepped for item in called)
         loaders.backward_begins(is_apart)
+        for facts in _inputs:
+            record.tell("input", **facts)
+        _inputs.clear()
         for item in wrappers:
             item.note("B" if item.ddp.require_backward_grad_sync else "b")
     with _backwards:
         real(*args, **keywords)
+
+
+def _has_wrapper_names(value: Any) -> bool:
+    """Whether a checkpoint holds weights of a wrapped model by the names of the wrapper."""
+    for name, part in value.items() if isinstance(value, dict) else ():
+        is_named = str(name).startswith("module.") and isinstance(part, Tensor)
+        if _has_wrapper_names(part) or (is_named and part.data_ptr() in _storages):
+            return True
+    return isinstance(value, DDP)
+
+
+@replaces(torch)
+def save(real: Any, obj: Any, *args: Any, **keywords: Any) -> None:
+    if _has_wrapper_names(obj):
+        record.tell("names of the wrapper")
+    real(obj, *args, **keywords)
 
 
 def _sums(tensor: Any) -> Sums:

@@ -198,10 +198,15 @@ def conflicts(report: Facts) -> Found:
     waits = [f"rank {rank} waits at {end['line']}" for rank, end in ends if end["how"] == "waited"]
     gone = [f"rank {rank} has ended" for rank, end in ends if end["how"] == "ended"]
     if waits and len(waits + gone) == len(ends):
-        line = next(end["line"] for _, end in ends if end["how"] == "waited")
+        lines = [end["line"] for _, end in ends if end["how"] == "waited"]
+        line = lines[0]
         kind = "a rank stops alone" if gone else "other collectives"
         what = "; ".join(waits + gone)
-        facts = {"line": line, "what": f"{what}: the others wait for ever" if gone else what}
+        if gone:
+            what += ": the others wait for ever"
+        elif len(set(lines)) == 1:
+            what += ", after a collective, or a call of the wrapper, that not all of them have made"
+        facts = {"line": line, "what": what}
         alone = [event for event in events_of(report, "through") if event["line"] == line]
         if len({event["rank"] for event in alone}) == 1:
             kind, facts = "evaluates through the wrapper", alone[0]
@@ -294,8 +299,8 @@ def divergence(report: Facts) -> Found:
             facts["rates"] = [step["rates"] for step, _ in together]
             if kind == "outside the wrapper" and is_split:
                 facts["level"] = "WARN"  # each rank may hold a part of the model
-            what = "the gradients of {name} add up to {sums} on the ranks".format(**facts)
-            yield kind, {**facts, "what": what}
+            what = "the gradients of {name} differ between the ranks (their sums are {sums})"
+            yield kind, {**facts, "what": what.format(**facts)}
             if values[0]["belongs"] == "averaged" or not is_wrapped:
                 done.add(optimizer)
 

@@ -96,6 +96,8 @@ own = torch.Generator().manual_seed(rank)  # all of the data, in another order o
 whole_loader = DataLoader(Images(64, seed=2), 32, shuffle=True, generator=own)
 
 raw_model = network(nn.BatchNorm1d(16), nn.SyncBatchNorm(16), nn.Dropout(0.1)).cuda()
+for _ in range(2):  # as what counts a model's operations
+    copy.deepcopy(raw_model).eval()(torch.ones(2, 8))
 next(raw_model.parameters()).requires_grad_(False)
 model = DistributedDataParallel(raw_model, device_ids=[rank])
 model.register_comm_hook(None, default_hooks.fp16_compress_hook)

@@ -39,6 +39,7 @@ rank, world_size = start()
 verbose = rank == 0
 shutil.rmtree("old", ignore_errors=True)  # finds: every rank deletes
 Path(time.strftime("%Y-%m-%d_%H-%M")).mkdir(exist_ok=True)  # finds: named by the clock
+torch.ones(2).cuda(0)  # finds: uses another GPU
 model = DistributedDataParallel(network().cuda())
 ema = DistributedDataParallel(network().cuda())
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -91,7 +92,7 @@ torch.ones(2).cuda()  # finds: uses another GPU
 dist.broadcast_object_list([rank])  # finds: uses another GPU
 if verbose and total_loss < best_loss:  # finds: chooses by a share
     torch.save(model.module.state_dict(), "last.pt")
-    torch.save(ema.state_dict(), "ema.pt")
+    torch.save({"ema": ema.state_dict()}, "ema.pt")  # finds: names of the wrapper
     shutil.copy("ema.pt", "best.pt")
 else:
     time.sleep(1)
