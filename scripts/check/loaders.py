@@ -390,8 +390,9 @@ def loader(real: Any, self: Any, *args: Any, **keywords: Any) -> None:
         with whole_lengths:
             whole = len(dataset)
             share = _share(sampler, dataset)
-    # A loader is known by its lines and, where a loop makes several, by its data set or turn.
-    made_at = " < ".join(lines)
+    # A loader is known by its line, that of the call around it and, where these make several, by
+    # its data set or turn. Further out, ranks may come by other lines.
+    made_at = " < ".join(lines[:2])
     known = _known[made_at]
     told = [value for value in getattr(dataset, "__dict__", {}).values() if type(value) is str]
     mark = (whole, _unused[made_at], *told)
