@@ -262,7 +262,8 @@ class Pass:
         self.key, self.begun = self.facts["key"], state.clock
         sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
         self.epoch = getattr(sampler, "epoch", 0)
-        self.sampler, self.epochs_set = sampler, 0  # how often its epoch was set before the end
+        self.sampler = sampler
+        self.epochs_set = 0  # how often the sampler's epoch was set before the end of this pass
         self.number = -1  # of this pass over the loader; the first forward sets it
         self.mode: bool | None = None  # whether the first model is in training mode
         self.is_fresh = self.trained = self.evaluated = self.complete = self.is_apart = False
@@ -319,7 +320,7 @@ class Pass:
         facts["divided"] = 0 < self.rows < self.fetched
         record.tell("pass", **facts)
         if not self.trained:
-            # With a loader that trains, it may be the batch statistics that are computed anew.
+            # Over training data, it may compute BatchNorm's statistics again, on purpose.
             if self.mode and self.complete and not _epochs[self.key]:
                 record.tell("evaluates in training mode", **facts)
             return

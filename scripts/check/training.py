@@ -245,7 +245,8 @@ def forward(real: Any, self: Any, *args: Any, **keywords: Any) -> Any:
         item.note("F" if self.require_backward_grad_sync else "f")
     elif self.will_sync_module_buffers():  # it sends them from rank 0
         record.tell("through")
-    ids, self.device_ids = self.device_ids, None  # else it would move the inputs there
+    ids = self.device_ids
+    self.device_ids = None  # else it would move the inputs there
     with item.in_forward:
         outputs = real(self, *args, **keywords)
     self.device_ids = ids

@@ -209,7 +209,8 @@ def conflicts(report: Facts) -> Found:
         facts = {"line": line, "what": what}
         alone = [event for event in events_of(report, "through") if event["line"] == line]
         if len({event["rank"] for event in alone}) == 1:
-            kind, facts = "evaluates through the wrapper", alone[0]
+            kind = "evaluates through the wrapper"
+            facts = alone[0]
         yield kind, facts
 
 
