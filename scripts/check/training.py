@@ -61,6 +61,11 @@ _turns: Counter[Any] = Counter()  # number of steps of each optimizer
 _inputs: list[dict[str, Any]] = []  # of the last forward, if they are of no loader
 
 
+def _timeout() -> timedelta:
+    """Return the time of a group's collectives: a rank that waits for longer waits in vain."""
+    return timedelta(seconds=state.limit / 3)
+
+
 @replaces(dist, c10d)
 def init_process_group(real: Any, *args: Any, **keywords: Any) -> None:
     passed = record.by_name(real, *args, **keywords)
@@ -75,8 +80,7 @@ def init_process_group(real: Any, *args: Any, **keywords: Any) -> None:
     state.is_parent = False
     store = dist.FileStore(f"{state.root}/.store{state.groups}", world)
     record.tell("group", given=rank)
-    wait = timedelta(seconds=state.limit / 3)  # a rank that waits for longer waits in vain
-    real("gloo", store=store, rank=state.rank, world_size=world, timeout=wait)
+    real("gloo", store=store, rank=state.rank, world_size=world, timeout=_timeout())
 
 
 def _numbers(value: Any) -> list[float]:
@@ -118,7 +122,7 @@ def _count(real: Any, *args: Any, **keywords: Any) -> Any:
         if any(p.grad is sent for item in averaged for p in item.ddp.parameters()):
             record.tell("averaged twice")
     if name == "new_group":
-        passed |= {"backend": "gloo", "timeout": timedelta(seconds=state.limit / 3)}
+        passed |= {"backend": "gloo", "timeout": _timeout()}
     with _counted:
         result = real(**passed)
     if name.startswith("all_gather") and isinstance(sent, Tensor) and sent.requires_grad:
