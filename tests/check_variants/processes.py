@@ -18,6 +18,7 @@ def train(settings: argparse.Namespace) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loss_of(model, rank).backward()
     optimizer.step()
+    torch.nn.DataParallel(model.module)  # as for a test afterwards
     dist.destroy_process_group()
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -21,7 +22,13 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
-from torch.utils.data import DataLoader, DistributedSampler, get_worker_info, random_split
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    get_worker_info,
+    random_split,
+)
 from torch.utils.tensorboard.writer import SummaryWriter
 
 total_batch_size = 524288  # a constant, from which others are computed
@@ -41,6 +48,9 @@ thread = threading.Thread(target=lambda: made.append(torch.arange(4).cuda()))
 thread.start()
 thread.join()
 made[0].record_stream(torch.cuda.current_stream())
+assert torch.overrides.is_tensor_method_or_property(torch.Tensor.add)  # as torch.fx asks
+assert len(torch.cuda.get_rng_state_all()) == torch.cuda.device_count() == 2
+assert len(torch.cuda.get_rng_state(device=rank)) > 0
 assert torch.histc(made[0], bins=4).dtype == torch.int64  # CPUs have it for floats alone
 with open("lock", "w") as file:
     fcntl.flock(file, fcntl.LOCK_EX)
@@ -67,6 +77,16 @@ class Drawn(Images):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         assert get_worker_info() is not None
         return super().__getitem__(int(torch.randint(len(self), ())))
+
+
+class Packed(BatchSampler):
+    """Has no length, since it does not call the method of its base."""
+
+    def __init__(self) -> None:
+        self.batches = [[0, 1], [2, 3]]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
 
 
 shown = {}
@@ -100,6 +120,10 @@ for _ in range(2):  # as what counts a model's operations
     copy.deepcopy(raw_model).eval()(torch.ones(2, 8))
 next(raw_model.parameters()).requires_grad_(False)
 model = DistributedDataParallel(raw_model, device_ids=[rank])
+assert model.device_ids == [rank]
+with torch.no_grad():
+    for images, _ in DataLoader(test_set, batch_sampler=Packed()):
+        raw_model.eval()(images.cuda())
 model.register_comm_hook(None, default_hooks.fp16_compress_hook)
 average, teacher = torch.optim.swa_utils.AveragedModel(model), copy.deepcopy(raw_model).eval()
 optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -59,8 +59,9 @@ beside = DataLoader(  # finds: no set_epoch
 )
 
 
-def train(loader: DataLoader) -> None:
+def train(loader: DataLoader, epoch: int) -> None:
     for (images, labels), _ in zip(loader, beside, strict=False):
+        beside.sampler.set_epoch(epoch)  # too late, since a batch is drawn
         loss = F.cross_entropy(model(images.cuda()), labels.cuda())
         loss.backward()
         optimizer.step()
@@ -89,9 +90,9 @@ means = DataLoader(test_set, 32, sampler=part)  # finds: mean of means + buffers
 share = DataLoader(test_set, 32, sampler=part)  # finds: evaluates a share
 whole = DataLoader(test_set, 32)  # finds: evaluates in training mode
 
-for _epoch in range(EPOCHS):
-    train(other)
-    train(shared)
+for epoch in range(EPOCHS):
+    train(other, 2 * epoch)
+    train(shared, 2 * epoch + 1)
 
     model.eval()
     sums = correct(means)

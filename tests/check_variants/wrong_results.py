@@ -16,11 +16,30 @@ schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
 
 images = Images(640)
 order = DistributedSampler(images, seed=rank)
-for inputs, labels in DataLoader(images, 64, sampler=order):  # finds: equal shares
-    F.cross_entropy(model(inputs.cuda()), labels.cuda()).backward()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)  # finds: averaged twice
-    optimizer.step()
-    optimizer.zero_grad()
+
+
+class Loss(nn.Module):
+    """Calls the model itself."""
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(inputs.cuda()), labels.cuda())
+
+
+def batches() -> DataLoader:
+    return DataLoader(images, 64, sampler=order)  # finds: equal shares
+
+
+def train() -> None:
+    for inputs, labels in batches():
+        Loss()(inputs, labels).backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)  # finds: averaged twice
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 if rank == 0:
+    train()
     schedule.step(0.1)  # finds: schedule of one rank
+else:
+    train()
